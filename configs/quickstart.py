@@ -1,0 +1,48 @@
+"""The quickstart: a generator and an evaluator learn arithmetic together, on a laptop.
+
+    mas-jax train configs/quickstart.py
+
+Hardware: 2 CPU cores, 1 GB. Time: about 4 minutes.
+"""
+
+from functools import partial
+
+from mas_jax import AdamW, Base, Evaluation, Experiment, Learner, Reward, Role, Rollout
+from mas_jax.rollout.tasks.reasoning import exact, reasoning
+from mas_jax.rollout.workflows.eval_opt import Prompts, eval_opt
+from mas_jax.rollout.workflows.eval_opt_rewards import AnswersWell, Correct, JudgesWell
+
+# The same words as in the demonstrations of quickstart_sft.py.
+SAY = Prompts(
+    solve="{problem}",
+    judge="{problem}\n{draft}?",
+    refine="{problem}\n{draft}\n{review}",
+    answer=str.strip,
+    verdict=str.strip,
+)
+
+experiment = Experiment(
+    workflow=partial(eval_opt, rounds=2, say=SAY),
+    tasks=reasoning("chain_sum", "gcd", train=6000, heldout=400, options={
+        "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+        "gcd": {"min_value": 2, "max_value": 60},
+    }),
+    rewards=(
+        Reward(Correct(exact, SAY), name="correct"),
+        Reward(AnswersWell(exact, SAY), weight=0.0, name="answers"),
+        Reward(JudgesWell(exact, SAY), weight=0.5, name="judges"),
+    ),
+    params={"team": Base("assets/quickstart")},
+    roles={
+        "generator": Role(params="team", max_tokens=8),
+        "evaluator": Role(params="team", max_tokens=12),
+    },
+    method="dr_mas",
+    optimizers={"team": AdamW(lr=3e-4)},
+    steps=40,
+    batch=16,
+    group_size=8,
+    learner=Learner(rows=8, lengths=(256,)),
+    rollout=Rollout(slots=64, context=64, prefill_rows=16, chunk=16, block=4),
+    evaluation=Evaluation(tasks=400, every=10),
+)  # fmt: skip

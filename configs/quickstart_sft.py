@@ -1,0 +1,68 @@
+"""The quickstart's starting point: a small Qwen3-type decoder, from scratch, cloned from careless demonstrators.
+
+    mas-jax sft configs/quickstart_sft.py          # about 15 minutes on 2 CPU cores
+    cp -r runs/quickstart_sft/export assets/quickstart
+
+The demonstrators know arithmetic but slip: a draft is right 6 times in 10, a verdict 7 in 10. So the clone speaks every format of the
+team (draft, verdict, refinement) and is far from its best, which is what reinforcement learning then finds.
+"""
+
+import random
+from dataclasses import dataclass
+
+from mas_jax.config import AdamW, Base, Cloning, Example, Learner
+from mas_jax.rollout.tasks.reasoning import reasoning
+
+TASKS = reasoning("chain_sum", "gcd", train=6000, heldout=400, options={
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "gcd": {"min_value": 2, "max_value": 60},
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Drafts, verdicts and refinements for training tasks; none for held-out ones."""
+
+    copies: int = 4
+    draft_right: float = 0.6
+    verdict_right: float = 0.7
+    seed: int = 0
+
+    def __call__(self) -> list[Example]:
+        rng = random.Random(self.seed)
+        train, _ = TASKS()
+        examples = []
+        for copy in range(self.copies):
+            for task in train:
+                examples += self._demonstrate(task, rng, copy)
+        return examples
+
+    def _demonstrate(self, task, rng, copy):
+        draft = task.answer if rng.random() < self.draft_right else slip(task.answer, rng)
+        yield Example(f"{task.id}/draft/{copy}", task.prompt, draft, "generator")
+        shown = task.answer if rng.random() < 0.5 else slip(task.answer, rng)
+        truth, other = ("Correct", "Incorrect") if shown == task.answer else ("Incorrect", "Correct")
+        verdict = truth if rng.random() < self.verdict_right else other
+        yield Example(f"{task.id}/judge/{copy}", f"{task.prompt}\n{shown}?", verdict, "evaluator")
+        wrong = slip(task.answer, rng)
+        better = task.answer if rng.random() < self.draft_right else slip(task.answer, rng)
+        yield Example(f"{task.id}/refine/{copy}", f"{task.prompt}\n{wrong}\nIncorrect", better, "generator")
+
+
+def slip(answer: str, rng: random.Random) -> str:
+    """A wrong answer of the kind people write: off by a little, or a digit wrong."""
+    value = int(answer)
+    while True:
+        wrong = value + rng.choice([-10, -3, -2, -1, 1, 2, 3, 10])
+        if value < 0 or wrong > 0:
+            return str(wrong)
+
+
+experiment = Cloning(
+    base=Base("assets/quickstart", scratch=True),
+    examples=Demonstrations(),
+    optimizer=AdamW(lr=2e-3, warmup=100, schedule="cosine", decay_steps=2000, floor=0.05, weight_decay=0.01),
+    steps=2000,
+    batch=96,
+    learner=Learner(rows=8, lengths=(256,)),
+)

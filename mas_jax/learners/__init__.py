@@ -1,0 +1,1 @@
+"""How policies change: credit, losses, packing, updates."""

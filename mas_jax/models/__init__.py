@@ -1,0 +1,1 @@
+"""What a policy computes: pure functions over plain trees of arrays."""

@@ -1,0 +1,1 @@
+"""How agents act: the generator contract, the driver that plays episodes, and the engine that samples."""

@@ -1,0 +1,1 @@
+"""The shipped teams, a file each."""

@@ -1,0 +1,21 @@
+"""Settings that must stand before anything imports jax; this file imports none, so the jax-free half stays fast."""
+
+import os
+from pathlib import Path
+
+import jaxtyping
+
+CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    JAX_NUM_CPU_DEVICES="8",
+    JAX_NUMPY_RANK_PROMOTION="raise",
+    JAX_COMPILATION_CACHE_DIR=str(CACHE),
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    HF_HUB_OFFLINE="1",
+)
+
+# Shapes and dtypes of annotated functions are checked at each call, here and nowhere else.
+jaxtyping.install_import_hook("mas_jax", "beartype.beartype")
