@@ -61,7 +61,7 @@ def clone(cloning: Cloning, directory: Path, reporter: Reporter, *, force: bool 
         nll = np.average([v for k, v in report.items() if k.endswith("/nll")])
         shown(step, f"nll {nll:.3f}")
         if step % max(1, cloning.steps // 10) == 0:
-            reporter.say(f"step {step}/{cloning.steps} | nll {nll:.4f} | grad {report['grad_norm']:.2f}")
+            reporter.say(f"step {step}/{cloning.steps} | nll {nll:.4f} | grad {report['params/base/grad_norm']:.2f}")
         if step % cloning.checkpoint_every == 0 or step == cloning.steps:
             checkpoints.save(step, {"base": group.state}, {"stream": stream.state(), "metrics": metrics.size})
     out = directory / "export"

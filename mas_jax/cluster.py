@@ -185,7 +185,7 @@ class LocalGroup:
         return [dict(zip(names, per_row, strict=True)) for per_row in zip(*found.values(), strict=True)]
 
     def update(self, rows: Sequence[TrainRow]) -> dict[str, float]:
-        """One optimizer step: gradients role after role, summed, applied. Metrics are named `role/what` and `what`."""
+        """One optimizer step: gradients role after role, summed, applied. Metrics are `role/what` and `params/name/what`."""
         batches = pack(rows, lines=self.settings.rows, lengths=self.settings.lengths)
         total, norms, metrics = None, {}, {}
         rate = learning_rate(self.optimizer_config, self.version)
@@ -199,7 +199,8 @@ class LocalGroup:
         for role, norm in norms.items():
             metrics[f"{role}/grad_norm"] = norm
             metrics[f"{role}/grad_share"] = norm / (sum(norms.values()) or 1.0)
-        return metrics | {name: float(value) for name, value in applied.items()} | {"lr": rate, "updates": self.version}
+        own = {name: float(value) for name, value in applied.items()} | {"lr": rate, "updates": self.version}
+        return metrics | {f"params/{self.name}/{name}": value for name, value in own.items()}
 
     # Keeping
 

@@ -18,7 +18,7 @@ from mas_jax import graph, run_directory
 from mas_jax.archive import Archive
 from mas_jax.checkpoint import Checkpoints
 from mas_jax.cluster import LocalGroup, build_groups
-from mas_jax.config import ConfigError, Experiment, Task
+from mas_jax.config import ConfigError, Experiment, Loss, Task
 from mas_jax.data import TaskStream
 from mas_jax.evaluate import evaluate
 from mas_jax.graph import Row, Trace, Turn
@@ -212,16 +212,22 @@ def learn(run: Run, traces: Sequence[Trace], number: int, clock: Clock) -> dict[
     report = diagnostics.mismatch(rows, scored, e.learner.gap_alarm)
     report |= assign_credit(rows, run.method)
     run.reporter.phase(f"step {number}/{e.steps} update", quiet=True)
+    updates: list[dict[str, float]] = []
     for epoch in range(e.learner.epochs):
         order = np.random.default_rng([e.seed, number, epoch])
         for part in minibatches(rows, e.learner.minibatches, order):
             prepare(rows, train_rows, scored, part, run.method, e)
             for name, group in run.groups.items():
-                own = [train_rows[i] for i in part if rows[i].policy == name]
+                own = [train_rows[i] for i in part if rows[i].policy == name and teaches(train_rows[i], e.loss)]
                 if own:
-                    report |= {f"{name}/{key}": value for key, value in group.update(own).items()}
+                    updates.append(group.update(own))
     clock.lap("update")
-    return report
+    return report | diagnostics.over_updates(updates)
+
+
+def teaches(row: TrainRow, loss: Loss) -> bool:
+    """Whether a row has any gradient: without KL and entropy terms, one whose advantages are all 0 has none."""
+    return loss.kl > 0 or loss.entropy > 0 or bool(row.advantage.any())
 
 
 def bare_row(row: Row) -> TrainRow:

@@ -84,13 +84,28 @@ def credit_report(turns: Sequence[Turn], ids: Mapping[str, np.ndarray], method: 
     return report
 
 
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates as one: means, the largest of what is a maximum, the last rate and count."""
+    found: dict[str, list[float]] = {}
+    for metrics in updates:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: _join(name.rsplit("/", 1)[-1], values) for name, values in found.items()}
+
+
+def _join(kind: str, values: Sequence[float]) -> float:
+    if kind in ("lr", "updates"):
+        return values[-1]
+    return max(values) if kind.startswith("max_") else float(np.mean(values))
+
+
 def line(number: int, experiment: Experiment, report: Mapping[str, float], times: Mapping[str, float]) -> str:
     """One step in one line for a person."""
     parts = [f"step {number:>{len(str(experiment.steps))}}/{experiment.steps}"]
     parts += [f"{r.name} {report[f'reward/{r.name}']:.3f}" for r in experiment.rewards if f"reward/{r.name}" in report]
     gaps = [value for name, value in report.items() if name.endswith("/gap")]
     entropies = [value for name, value in report.items() if name.endswith("/entropy") and name.count("/") == 1]
-    norms = [value for name, value in report.items() if name.endswith("/grad_norm") and name.count("/") == 1]
+    norms = [value for name, value in report.items() if name.startswith("params/") and name.endswith("/grad_norm")]
     parts += [f"entropy {np.mean(entropies):.2f}"] if entropies else []
     parts += [f"grad {max(norms):.2f}"] if norms else []
     parts += [f"gap {max(gaps):.1e}"] if gaps else []

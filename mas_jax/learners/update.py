@@ -86,7 +86,6 @@ def policy_loss(
     metrics = {
         "tokens": mask.sum(),
         "policy_loss": (weight * surrogate).sum(),
-        "entropy": jnp.where(mask, entropy, 0).sum(),
         "clip_low": below.sum(),
         "clip_high": above.sum(),
         "ratio": jnp.where(mask, jnp.exp(log_ratio), 0).sum(),
@@ -107,10 +106,10 @@ def clone_loss(
     config: ModelConfig, dtype: jnp.dtype, remat: bool, params: Params, batch: Batch
 ) -> tuple[Float[Array, ""], Metrics]:
     """Behaviour cloning: weighted sum of -log p of the given tokens."""
-    logprobs, entropy = aligned_logprobs(config, params, batch, dtype=dtype, remat=remat)
+    logprobs, _ = aligned_logprobs(config, params, batch, dtype=dtype, remat=remat)
     mask = batch.sampled & (batch.weight > 0)
     nll = -jnp.where(mask, logprobs, 0)
-    metrics = {"tokens": mask.sum(), "nll": nll.sum(), "entropy": jnp.where(mask, entropy, 0).sum()}
+    metrics = {"tokens": mask.sum(), "nll": nll.sum()}
     loss = (jnp.where(mask, batch.weight, 0) * nll).sum()
     return loss, {name: value.astype(loss.dtype) for name, value in metrics.items()}
 
