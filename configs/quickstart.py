@@ -23,10 +23,12 @@ SAY = Prompts(
 
 experiment = Experiment(
     workflow=partial(eval_opt, rounds=2, say=SAY),
-    tasks=reasoning("chain_sum", "gcd", train=6000, heldout=400, options={
-        "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-        "gcd": {"min_value": 2, "max_value": 60},
-    }),
+    tasks=reasoning(
+        "chain_sum",
+        train=6000,
+        heldout=400,
+        options={"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
+    ),
     rewards=(
         Reward(Correct(exact, SAY), name="correct"),
         Reward(AnswersWell(exact, SAY), weight=0.0, name="answers"),
@@ -45,4 +47,4 @@ experiment = Experiment(
     learner=Learner(rows=8, lengths=(256,)),
     rollout=Rollout(slots=64, context=64, prefill_rows=16, chunk=16, block=4),
     evaluation=Evaluation(tasks=400, every=10),
-)  # fmt: skip
+)

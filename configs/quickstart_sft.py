@@ -1,10 +1,10 @@
 """The quickstart's starting point: a small Qwen3-type decoder, from scratch, cloned from careless demonstrators.
 
-    mas-jax sft configs/quickstart_sft.py          # about 15 minutes on 2 CPU cores
-    cp -r runs/quickstart_sft/export assets/quickstart
+    mas-jax sft configs/quickstart_sft.py          # learns to add, to judge and to refine: about 10 minutes on 2 CPU cores
+    mas-jax sft configs/quickstart_careless.py     # learns to slip: a minute; its export is assets/quickstart
 
-The demonstrators know arithmetic but slip: a draft is right 6 times in 10, a verdict 7 in 10. So the clone speaks every format of the
-team (draft, verdict, refinement) and is far from its best, which is what reinforcement learning then finds.
+Careful demonstrators first, careless ones last: a careless draft is right 6 times in 10, a verdict 7 in 10. So the clone speaks every
+format of the team (draft, verdict, refinement) and is far from its best, which is what reinforcement learning then finds.
 """
 
 import random
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from mas_jax.config import AdamW, Base, Cloning, Example, Learner
 from mas_jax.rollout.tasks.reasoning import reasoning
 
-TASKS = reasoning("chain_sum", "gcd", train=6000, heldout=400, options={
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "gcd": {"min_value": 2, "max_value": 60},
-})  # fmt: skip
+TASKS = reasoning(
+    "chain_sum",
+    train=6000,
+    heldout=400,
+    options={"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Demonstrations:
     """Drafts, verdicts and refinements for training tasks; none for held-out ones."""
 
     copies: int = 4
-    draft_right: float = 0.6
-    verdict_right: float = 0.7
+    draft_right: float = 1.0
+    verdict_right: float = 1.0
     seed: int = 0
 
     def __call__(self) -> list[Example]:
@@ -61,8 +63,8 @@ def slip(answer: str, rng: random.Random) -> str:
 experiment = Cloning(
     base=Base("assets/quickstart", scratch=True),
     examples=Demonstrations(),
-    optimizer=AdamW(lr=2e-3, warmup=100, schedule="cosine", decay_steps=2000, floor=0.05, weight_decay=0.01),
-    steps=2000,
-    batch=96,
+    optimizer=AdamW(lr=2e-3, warmup=50, schedule="cosine", decay_steps=1500, floor=0.1, weight_decay=0.01),
+    steps=1500,
+    batch=128,
     learner=Learner(rows=8, lengths=(256,)),
 )

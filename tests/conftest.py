@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jaxtyping
+from halves import half, pytest_ignore_collect, pytest_itemcollected, pytest_runtest_teardown  # noqa: F401 (hooks)
 
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 
@@ -17,5 +18,11 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
-# Shapes and dtypes of annotated functions are checked at each call, here and nowhere else.
-jaxtyping.install_import_hook("mas_jax", "beartype.beartype")
+# jaxtyping imports jax at its first check, for shorter tracebacks only; in the no-jax half it must not.
+if os.environ.get("MAS_JAX_HALF") == "nojax":
+    jaxtyping._decorator._tb_flag = False
+
+# Shapes and dtypes of annotated functions are checked at each call, here and nowhere else. The hook imports jax as soon
+# as it decorates a module, so the half that must not load jax goes without: its modules annotate no jax arrays.
+if half() != "nojax":
+    jaxtyping.install_import_hook("mas_jax", "typecheck.check")

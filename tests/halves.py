@@ -65,7 +65,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if half() == "nojax" and "jax" in sys.modules:
-        raise pytest.UsageError(f"{item.nodeid}: its file loads jax in the no-jax half; add pytestmark = pytest.mark.jax")
+        raise pytest.UsageError(
+            f"{item.nodeid}: its file loads jax in the no-jax half; add pytestmark = pytest.mark.jax"
+        )
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

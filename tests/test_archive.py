@@ -178,10 +178,13 @@ def kill_once(root: Path, lines: int, delay: float) -> None:
 
 def check_killed(tmp_path: Path, kills: int) -> None:
     rng = random.Random(0)
+    whole = finish(tmp_path / "whole")
     for _ in range(kills):
         kill_once(tmp_path / "killed", rng.randint(1, 6), rng.uniform(0, 0.01))
+        left = Archive(tmp_path / "killed/rollouts.zarr")
+        assert_same(left.read(0, left.length), {name: value[: left.length] for name, value in whole.items()})
     assert json.loads((tmp_path / "killed/state.json").read_text())["step"] < STEPS
-    assert_same(finish(tmp_path / "killed"), finish(tmp_path / "whole"))
+    assert_same(finish(tmp_path / "killed"), whole)
 
 
 def test_after_three_kills_the_content_is_that_of_an_uninterrupted_run(tmp_path):

@@ -1,0 +1,56 @@
+"""The Eval-Opt team with a real model: SmolLM2-135M-Instruct on products of one-digit numbers.
+
+    make smollm2
+    mas-jax train configs/smollm2.py
+
+Hardware: 2 CPU cores, 6 GB (float32, full weights). Time and score: see the end of this file's run in README.md, "From demonstrations".
+"""
+
+from functools import partial
+
+from mas_jax import AdamW, Base, Evaluation, Experiment, Learner, Reward, Role, Rollout
+from mas_jax.rollout.parse import last_number
+from mas_jax.rollout.tasks.reasoning import exact, reasoning
+from mas_jax.rollout.workflows.eval_opt import Prompts, eval_opt
+from mas_jax.rollout.workflows.eval_opt_rewards import AnswersWell, Correct, JudgesWell
+
+
+def verdict(text):
+    """Correct, Incorrect, or None when neither is said."""
+    text = text.lower()
+    return "Incorrect" if "incorrect" in text else "Correct" if "correct" in text else None
+
+
+SAY = Prompts(
+    solve="{problem}",
+    judge="{problem}\nProposed answer: {draft}\nIs the proposed answer right? Say only Correct or Incorrect.",
+    refine="{problem}\nThe answer {draft} is wrong. Give another one.",
+    answer=last_number,
+    verdict=verdict,
+)
+
+experiment = Experiment(
+    workflow=partial(eval_opt, rounds=1, say=SAY),
+    tasks=reasoning(
+        "products",
+        train=60,
+        heldout=20,
+        short=False,
+        options={"products": {"min_terms": 2, "max_terms": 2, "max_digits": 1}},
+    ),
+    rewards=(
+        Reward(Correct(exact, SAY), name="correct"),
+        Reward(AnswersWell(exact, SAY), weight=0.0, name="answers"),
+        Reward(JudgesWell(exact, SAY), weight=0.5, name="judges"),
+    ),
+    params={"team": Base("assets/smollm2-135m")},
+    roles={"generator": Role(params="team", max_tokens=16), "evaluator": Role(params="team", max_tokens=8)},
+    method="dr_mas",
+    optimizers={"team": AdamW(lr=1e-5)},
+    steps=8,
+    batch=8,
+    group_size=8,
+    learner=Learner(rows=4, lengths=(256,)),
+    rollout=Rollout(slots=16, context=128, prefill_rows=4, chunk=32, block=8),
+    evaluation=Evaluation(tasks=20, samples=8),
+)
