@@ -137,8 +137,8 @@ class Learner:
     """Optimizer steps per epoch of a rollout; a minibatch is whole episodes."""
     dtype: str = "auto"
     """Compute precision: float32, bfloat16, float64, or auto (float32 on CPU, else bfloat16). Weights and optimizer stay float32."""
-    remat: bool = False
-    """Recompute activations in the backward pass: less memory, more work."""
+    remat: bool = True
+    """Recompute activations in the backward pass: far less memory, and on CPU faster too."""
     gap_alarm: float = 0.05
     """Warn when the mean |learner - sampler| log-probability of a role exceeds this."""
 
@@ -270,7 +270,7 @@ def fingerprint(value: object, name: str = "") -> dict[str, object]:
     """A config as flat JSON-able {dotted field: value}; functions by name and a digest of their source."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(f.name, _field(value, f.name)) for f in dataclasses.fields(value)]
-        flat = {} if not callable(value) else {name: f"{type(value).__module__}.{type(value).__qualname__}"}
+        flat = {name: f"{function_name(value)}@{_source_digest(value)}"} if callable(value) else {}
     elif isinstance(value, dict):
         items, flat = list(value.items()), {}
     elif isinstance(value, (list, tuple)):
@@ -291,10 +291,11 @@ def _field(value: object, name: str) -> object:
 
 
 def _source_digest(fn: Callable) -> str:
+    code = inspect.unwrap(fn) if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn)
     try:
-        source = inspect.getsource(inspect.unwrap(fn))
-    except (OSError, TypeError):
-        source = repr(fn)
+        source = inspect.getsource(code)
+    except (OSError, TypeError):  # built-in, or typed at a prompt
+        source = f"{code.__module__}.{code.__qualname__}"
     return hashlib.blake2b(source.encode(), digest_size=4).hexdigest()
 
 
@@ -322,8 +323,8 @@ def _positive(section: str, holder: object, names: Sequence[str]) -> Iterator[Co
 
 def _checks(e: Experiment) -> Iterator[ConfigError]:
     yield from _check_roles(e)
-    yield from _check_shapes(e)
     yield from _positive("", e, ("steps", "batch", "group_size", "checkpoint_every", "keep"))
+    yield from _check_shapes(e)
     names = [reward.name for reward in e.rewards]
     if not e.rewards:
         yield ConfigError("rewards", e.rewards, "give at least one Reward")

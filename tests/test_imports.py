@@ -88,6 +88,8 @@ for name in json.loads(sys.argv[1]):
 
 
 def test_every_module_of_the_package_has_its_place_in_the_layers():
-    placed = {name.strip("() ") for layer in LAYERS for name in layer.replace("|", ":").split(":")}
-    there = {f"mas_jax.{p.stem}" for p in (ROOT / "mas_jax").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    placed = {name.strip("() \n") for layer in LAYERS for name in layer.replace("|", ":").split(":")}
+    there = {
+        f"mas_jax.{p.stem}" for p in (ROOT / "mas_jax").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     assert there - {"mas_jax.__init__", "mas_jax.__main__"} <= placed

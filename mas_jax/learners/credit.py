@@ -13,6 +13,7 @@ import numpy as np
 
 ID_NAMES = ("task", "episode", "role", "agent", "turn")
 EPSILON = 1e-6
+NOISE = 1e-12  # relative rounding error of a mean of a few hundred rewards, generously
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,11 @@ def _normalise(own: np.ndarray, samples: np.ndarray, place: np.ndarray, method: 
     """One group: `own` rewards [M], unit `samples` [U], and which unit each reward belongs to [M]."""
     if method.centre == "none":
         return own
-    # Exact equality, not a small variance: rounding noise divided by itself would be an advantage of one.
-    if len(samples) < 2 or ((samples == samples[0]).all() and (own == own[0]).all()):
+    # Exact equality of the rewards: the mean of three times 0.1 is not 0.1.
+    if len(samples) < 2 or (own == own[0]).all():
+        return np.zeros(len(own))
+    # Episodes of one mean have no spread to divide by what differs within them.
+    if method.scale != "none" and np.ptp(samples) <= NOISE * np.abs(own).max():
         return np.zeros(len(own))
     return (own - CENTRES[method.centre](samples)[place]) / SCALES[method.scale](samples)
 

@@ -167,7 +167,7 @@ class Learner:
         self._init = jax.jit(partial(_init, optimizer), donate_argnums=0, out_shardings=self.state_shardings)
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=grads)
         self._add = jax.jit(_add, donate_argnums=0, out_shardings=grads)
-        self._norm = jax.jit(optax.global_norm, out_shardings=whole)
+        self._norm = jax.jit(optax.tree.norm, out_shardings=whole)
 
     def init_state(self, params: Params) -> State:
         """A state at update 0 around these weights, which it takes over."""
@@ -231,7 +231,7 @@ def _add(total: Params, grads: Params) -> Params:
 
 
 def _apply(optimizer: optax.GradientTransformation, state: State, grads: Params) -> tuple[State, Metrics]:
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     fine = jnp.isfinite(norm)
     # Selected before the arithmetic: moments must not see what is not finite.
     grads = jax.tree.map(lambda g: jnp.where(fine, g, 0), grads)

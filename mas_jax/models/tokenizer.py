@@ -6,9 +6,9 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jinja2
 import jinja2.ext
@@ -36,6 +36,7 @@ SIMPLE_TEMPLATE = (
 )
 
 
+@runtime_checkable
 class Tokenizes(Protocol):
     """What the rest of the stack asks of a tokenizer."""
 
@@ -139,7 +140,7 @@ def load(path: str | Path) -> Tokenizer:
     known = {name: token for name, token in named.items() if backend.token_to_id(token) is not None}
     if "eos_token" in named and "eos_token" not in known:
         raise ConfigError("eos_token", named["eos_token"], f"not in the vocabulary of {file}: name a token that is")
-    _mark_special(backend, known.values())
+    _mark_special(backend, list(known.values()))
     template = _find_template(path, settings)
     stop_ids = _stop_ids(backend, known, template, _read_json(path / "generation_config.json"))
     pad = known.get("pad_token", known.get("eos_token"))
@@ -170,7 +171,7 @@ def _named_specials(settings: dict) -> dict[str, str]:
     return found
 
 
-def _mark_special(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
+def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Make the named tokens special where tokenizer.json has them as plain ones, as transformers does."""
     special = {added.content for added in backend.get_added_tokens_decoder().values() if added.special}
     plain = dict.fromkeys(token for token in tokens if token not in special)

@@ -10,9 +10,9 @@ import hashlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -54,8 +54,9 @@ class Completion:
     finish: str
 
 
-class PolicyGroup(Protocol):
-    """One base model with all that belongs to it: sampler, learner, optimizer. Numpy in, numpy out."""
+@runtime_checkable
+class Sampler(Protocol):
+    """The half of a policy group that plays episodes."""
 
     name: str
     tokenizer: Tokenizes
@@ -69,6 +70,11 @@ class PolicyGroup(Protocol):
 
     def cancel(self, ids: Sequence[str]) -> None:
         """Forget requests whose episode is over."""
+
+
+@runtime_checkable
+class PolicyGroup(Sampler, Protocol):
+    """One base model with all that belongs to it: sampler, learner, optimizer. Numpy in, numpy out."""
 
     def score(self, rows: Sequence) -> list[dict[str, np.ndarray]]:
         """For each row, aligned with its tokens: `logprobs`, `entropy` and, with a reference, `ref_logprobs`."""
@@ -167,7 +173,7 @@ class Driver:
         self,
         workflow: Callable,
         roles: dict[str, Role],
-        groups: dict[str, PolicyGroup],
+        groups: Mapping[str, Sampler],
         *,
         limits: Limits,
         tools: ToolPool,
@@ -307,9 +313,10 @@ class Driver:
             agent = frame.agent if single else place
             ready.append(self._prepare(episode, frame, join, place, at, agent, item))
         for item in ready:
+            if not episode.live:
+                return
             if isinstance(item, _Frame):
-                if episode.live:
-                    self._resume(episode, item)
+                self._resume(episode, item)
             else:
                 self._send(item)
 
@@ -429,7 +436,7 @@ class Driver:
         episode.live = False
         episode.trace.stop, episode.trace.error = stop, error
         episode.trace.seconds = time.monotonic() - episode.started
-        for call_id in episode.waiting:
+        for call_id in sorted(episode.waiting):
             pending = self._pending.pop(call_id, None)
             if pending is not None and pending.group:
                 self.groups[pending.group].cancel([call_id])

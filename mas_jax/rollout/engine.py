@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,7 @@ class ResultTokens:
     valid: np.ndarray
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What a rollout backend offers (JetStream's names)."""
 

@@ -219,11 +219,9 @@ class Scheduler:
 
     def _keys(self, request: Request) -> list[bytes]:
         """A digest for each chunk: of all tokens to its end, of the adapters that made it and, without reuse, of the request."""
-        running = hashlib.blake2b(digest_size=16)
-        if not self.reuse:
-            running.update(request.id.encode())
-        if request.gate is not None:
-            running.update(request.gate.tobytes())
+        # In words, and ended: the bytes of a gate must not read as token ids.
+        gate = "" if request.gate is None else request.gate.tobytes().hex()
+        running = hashlib.blake2b(f"{gate}|{'' if self.reuse else request.id}|".encode(), digest_size=16)
         prompt = np.asarray(request.prompt, np.int32)
         keys = []
         for start in range(0, len(prompt), self.shapes.chunk):
@@ -245,16 +243,18 @@ class Scheduler:
 
     def _pin(self, job: _Job) -> bool:
         """Hold or allocate a page for each chunk of a job; False, and nothing held, when pages run out."""
+        reused = 0
         for place, key in enumerate(job.keys):
             if key not in self._chunks and not self._allocate(key):
                 for held in job.keys[:place]:
                     self._chunks[held].users -= 1
                 return False
             chunk = self._chunks[key]
+            if chunk.users or chunk.hidden is not None:
+                reused += min(self.shapes.chunk, len(job.request.prompt) - place * self.shapes.chunk)
             chunk.users += 1
             self._chunks.move_to_end(key)
-        fresh = sum(self._chunks[key].hidden is None and not self._chunks[key].claimed for key in job.keys)
-        self.reused_tokens += len(job.request.prompt) if not fresh else (len(job.keys) - fresh) * self.shapes.chunk
+        self.reused_tokens += reused
         return True
 
     def _allocate(self, key: bytes) -> bool:

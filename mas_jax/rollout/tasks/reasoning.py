@@ -15,7 +15,7 @@ from mas_jax.config import ConfigError, Task
 # Item i of a generator depends on seed + i alone, so streams must lie further apart than any is long.
 STREAM = 2_000_000
 # This many draws in a row without a new question on the wanted side: the generator has no more of them.
-PATIENCE = 300
+PATIENCE = 1000
 
 
 def reasoning(
