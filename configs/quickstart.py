@@ -12,13 +12,19 @@ from mas_jax.rollout.tasks.reasoning import exact, reasoning
 from mas_jax.rollout.workflows.eval_opt import Prompts, eval_opt
 from mas_jax.rollout.workflows.eval_opt_rewards import AnswersWell, Correct, JudgesWell
 
+
+def verdict(review):
+    """The last word of a review such as "41 Incorrect"."""
+    return review.split()[-1] if review.strip() else None
+
+
 # The same words as in the demonstrations of quickstart_sft.py.
 SAY = Prompts(
     solve="{problem}",
     judge="{problem}\n{draft}?",
     refine="{problem}\n{draft}\n{review}",
     answer=str.strip,
-    verdict=str.strip,
+    verdict=verdict,
 )
 
 experiment = Experiment(
@@ -37,7 +43,7 @@ experiment = Experiment(
     params={"team": Base("assets/quickstart")},
     roles={
         "generator": Role(params="team", max_tokens=8),
-        "evaluator": Role(params="team", max_tokens=12),
+        "evaluator": Role(params="team", max_tokens=16),
     },
     method="dr_mas",
     optimizers={"team": AdamW(lr=3e-4)},

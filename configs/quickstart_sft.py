@@ -3,8 +3,8 @@
     mas-jax sft configs/quickstart_sft.py          # learns to add, to judge and to refine: about 10 minutes on 2 CPU cores
     mas-jax sft configs/quickstart_careless.py     # learns to slip: a minute; its export is assets/quickstart
 
-Careful demonstrators first, careless ones last: a careless draft is right 6 times in 10, a verdict 7 in 10. So the clone speaks every
-format of the team (draft, verdict, refinement) and is far from its best, which is what reinforcement learning then finds.
+Careful demonstrators first, careless ones last: a careless draft is right 6 times in 10, what an evaluator works out 7 in 10. So the
+clone speaks every format of the team (draft, verdict, refinement) and is far from its best, which reinforcement learning then finds.
 """
 
 import random
@@ -40,15 +40,24 @@ class Demonstrations:
         return examples
 
     def _demonstrate(self, task, rng, copy):
-        draft = task.answer if rng.random() < self.draft_right else slip(task.answer, rng)
+        draft = self._answer(task, rng, self.draft_right)
         yield Example(f"{task.id}/draft/{copy}", task.prompt, draft, "generator")
-        shown = task.answer if rng.random() < 0.5 else slip(task.answer, rng)
-        truth, other = ("Correct", "Incorrect") if shown == task.answer else ("Incorrect", "Correct")
-        verdict = truth if rng.random() < self.verdict_right else other
-        yield Example(f"{task.id}/judge/{copy}", f"{task.prompt}\n{shown}?", verdict, "evaluator")
+        shown = self._answer(task, rng, 0.5)
+        yield Example(
+            f"{task.id}/judge/{copy}", f"{task.prompt}\n{shown}?", self._verdict(task, shown, rng), "evaluator"
+        )
         wrong = slip(task.answer, rng)
-        better = task.answer if rng.random() < self.draft_right else slip(task.answer, rng)
-        yield Example(f"{task.id}/refine/{copy}", f"{task.prompt}\n{wrong}\nIncorrect", better, "generator")
+        review = f"{self._answer(task, rng, 0.7)} Incorrect"
+        better = self._answer(task, rng, self.draft_right)
+        yield Example(f"{task.id}/refine/{copy}", f"{task.prompt}\n{wrong}\n{review}", better, "generator")
+
+    def _answer(self, task, rng, right):
+        return task.answer if rng.random() < right else slip(task.answer, rng)
+
+    def _verdict(self, task, shown, rng):
+        """The evaluator works the answer out for itself, then compares."""
+        own = self._answer(task, rng, self.verdict_right)
+        return f"{own} {'Correct' if own == shown else 'Incorrect'}"
 
 
 def slip(answer: str, rng: random.Random) -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,13 +174,8 @@ CONFIG --help lists every field. Examples:
 
     with Reporter() as reporter:
         try:
-            options.run_dir.mkdir(parents=True, exist_ok=True)
-            run_directory.write_command(options.run_dir, path, flags)
-        except OSError as error:
-            remedy = f"cannot be written ({error.strerror}); choose another"
-            raise ConfigError("run_dir", str(options.run_dir), remedy) from error
-        try:
-            train_team(options.experiment, options.run_dir, reporter, force=options.force)
+            command = run_directory.Command(path, tuple(flags))
+            train_team(options.experiment, options.run_dir, reporter, force=options.force, command=command)
         except Preempted:
             reporter.say(
                 f"stopped by SIGTERM; saved. The same command goes on from here: mas-jax train {path} {' '.join(flags)}"
@@ -350,7 +345,7 @@ RUN_DIR/export or DIR.
     experiment = parse(
         made, made(directory, False, load_config(config, Experiment)), flags, "mas-jax export"
     ).experiment
-    groups = {name: group for name, group in build_groups(replace(experiment)).items() if group.learns}
+    groups = {name: group for name, group in build_groups(experiment).items() if group.learns}
     abstract = {name: group.abstract_state() for name, group in groups.items()}
     checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
     step = checkpoints.latest() if options.step < 0 else options.step

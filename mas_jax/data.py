@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from mas_jax.config import ConfigError, Task
+from mas_jax.config import ConfigError, Example, Task
 
 __all__ = ["TaskStream"]
 
@@ -17,7 +17,7 @@ class TaskStream:
     or a negative seed.
     """
 
-    def __init__(self, tasks: Sequence[Task], batch: int, seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task] | Sequence[Example], batch: int, seed: int) -> None:
         import grain  # imports jax
 
         if not tasks:
@@ -38,7 +38,7 @@ class TaskStream:
         """Passes over the task set so far; 1.25 is a quarter into the second."""
         return self._position / len(self.tasks)
 
-    def next(self) -> list[Task]:
+    def next(self) -> list[Task] | list[Example]:
         """The next batch."""
         start, self._position = self._position, self._position + self.batch
         return [self.tasks[i] for i in self._order[start : self._position]]

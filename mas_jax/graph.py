@@ -160,7 +160,7 @@ class Row:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def per_token(self, values: Sequence[float]) -> np.ndarray:
+    def per_token(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """One value per turn of this row -> [T] float32, zero on context."""
         spread = np.append(np.asarray(values, np.float32), np.float32(0))
         return spread[self.turn]

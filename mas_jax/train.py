@@ -60,16 +60,23 @@ class Run:
     stopping: threading.Event = field(default_factory=threading.Event)
 
 
-def train(experiment: Experiment, directory: Path, reporter: Reporter, *, force: bool = False) -> Run:
+def train(
+    experiment: Experiment,
+    directory: Path,
+    reporter: Reporter,
+    *,
+    force: bool = False,
+    command: run_directory.Command | None = None,
+) -> Run:
     """Train to `experiment.steps`, resuming what the directory holds. Raises ConfigError before anything is computed or lost.
 
     SIGTERM saves the last whole step and raises Preempted.
     """
-    run = open_run(experiment, directory, reporter, force=force)
+    run = open_run(experiment, directory, reporter, force=force, command=command)
     previous = signal.signal(signal.SIGTERM, lambda *_: run.stopping.set()) if _in_main_thread() else None
     try:
         resume(run)
-        if run.step == 0:
+        if not run.metrics.size:  # a run preempted in its first step has these already
             run.metrics.append({"step": 0} | held_out(run))
         while run.step < experiment.steps:
             step(run)
@@ -93,14 +100,21 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def open_run(experiment: Experiment, directory: Path, reporter: Reporter, *, force: bool = False) -> Run:
+def open_run(
+    experiment: Experiment,
+    directory: Path,
+    reporter: Reporter,
+    *,
+    force: bool = False,
+    command: run_directory.Command | None = None,
+) -> Run:
     """Check the experiment, load tasks and models, open the run directory; nothing is played yet."""
     configs.validate(experiment)
     method = methods.lookup(experiment.method, experiment.group_size)
     reporter.phase("loading tasks")
     tasks, heldout = load_tasks(experiment)
     rehearse(experiment, tasks[0])
-    run_directory.claim(directory, configs.fingerprint(experiment), force=force)
+    run_directory.claim(directory, configs.fingerprint(experiment), force=force, command=command)
     reporter.phase("loading models")
     groups = build_groups(experiment)
     tools = ToolPool(experiment.tools, workers=experiment.rollout.tool_workers, seconds=experiment.rollout.tool_seconds)

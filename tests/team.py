@@ -7,7 +7,21 @@ from pathlib import Path
 import numpy as np
 from shapes import BLOCK, CHUNK, CONTEXT, LENGTHS, PREFILL_ROWS, ROWS, SLOTS, TINY
 
-from mas_jax import AdamW, Base, Call, Evaluation, Experiment, Learner, Mesh, Reward, Role, Rollout, Task, user, workflow
+from mas_jax import (
+    AdamW,
+    Base,
+    Call,
+    Evaluation,
+    Experiment,
+    Learner,
+    Mesh,
+    Reward,
+    Role,
+    Rollout,
+    Task,
+    user,
+    workflow,
+)
 from mas_jax.config import Limits
 
 # 266 characters and six specials: every id of the model has a text.
@@ -27,7 +41,10 @@ def save_model(path: Path, seed: int = 0, config=TINY) -> Path:
     from mas_jax.models.tokenizer import save_char_tokenizer
 
     params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(seed))
-    params |= {"layers": jax.tree.map(lambda x: x * 8 if x.ndim > 2 else x, params["layers"]), "embed": params["embed"] * 8}
+    params |= {
+        "layers": jax.tree.map(lambda x: x * 8 if x.ndim > 2 else x, params["layers"]),
+        "embed": params["embed"] * 8,
+    }
     hf.save(path, config, params)
     save_char_tokenizer(path, ALPHABET)
     return path
@@ -43,7 +60,7 @@ def talk(task, team, rounds=3):
         answer = yield Call("helper", helps, max_tokens=int(team.rng.integers(1, 7)))
         asks += [question, user("{answer}", answer=answer)]
         helps.append(answer)
-        if task.answer == "breaks" and team.rng.random() < 0.3:
+        if task.answer == "breaks" and team.rng.random() < 0.15:
             raise ValueError("planted failure")
     return answer
 
@@ -85,24 +102,24 @@ class Letters:
 
 
 def parity_team(model: Path, **changes) -> Experiment:
-    """Learns its rule within a dozen steps."""
+    """Learns its rule in 20 steps of a fifth of a second."""
     rule = Parities((("even", 0), ("odd", 1)))
     experiment = Experiment(
         workflow=parity,
-        tasks=Letters(),
+        tasks=Letters(heldout=20),
         rewards=(Reward(rule, name="parity"),),
         params={"team": Base(str(model))},
         roles={"even": Role("team", max_tokens=4), "odd": Role("team", max_tokens=4)},
         method="dr_mas",
-        optimizers={"team": AdamW(lr=1e-2)},
-        steps=12,
+        optimizers={"team": AdamW(lr=2e-2)},
+        steps=20,
         batch=4,
-        group_size=8,
+        group_size=16,
         checkpoint_every=100,
         learner=LEARNER,
         rollout=ENGINE,
         mesh=ONE_DEVICE,
-        evaluation=Evaluation(tasks=4, samples=4),
+        evaluation=Evaluation(tasks=20),
     )
     return replace(experiment, **changes)
 
@@ -119,10 +136,10 @@ def talking_team(model: Path, **changes) -> Experiment:
         method="grpo",
         optimizers={"team": AdamW(lr=3e-3, warmup=2)},
         steps=3,
-        batch=2,
-        group_size=3,
+        batch=3,
+        group_size=4,
         checkpoint_every=1,
-        limits=Limits(failures=0.7),
+        limits=Limits(failures=0.9),
         learner=replace(LEARNER, epochs=2, minibatches=2),
         rollout=ENGINE,
         mesh=ONE_DEVICE,

@@ -438,7 +438,9 @@ class Driver:
         episode.trace.seconds = time.monotonic() - episode.started
         for call_id in sorted(episode.waiting):
             pending = self._pending.pop(call_id, None)
-            if pending is not None and pending.group:
+            if pending is not None and isinstance(pending.call, Tool):
+                self.tools.cancel([call_id])
+            elif pending is not None:
                 self.groups[pending.group].cancel([call_id])
                 out = self._out.get(pending.group, [])
                 self._out[pending.group] = [request for request in out if request.id != call_id]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mas_jax.config import Experiment, Limits, Task
 from mas_jax.rollout.driver import Driver
 from mas_jax.rollout.sampling_plan import independent
@@ -20,6 +22,10 @@ class MuteTools(ToolPool):
         done = [(call_id, (None, "rehearsal")) for call_id in self._running]
         self._running.clear()
         return done
+
+    def cancel(self, ids: Collection[str]) -> None:
+        for call_id in ids:
+            self._running.pop(call_id, None)
 
 
 def rehearse(experiment: Experiment, task: Task) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, TimeoutError, wait
 from typing import Any
 
@@ -32,6 +32,12 @@ class ToolPool:
             return []
         done = _finished(self._running, block=wait)
         return [self._outcome(future) for future in done]
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """Kill calls that nobody waits for any more."""
+        for future in [future for future, (call_id, _) in self._running.items() if call_id in ids]:
+            del self._running[future]
+            future.cancel()
 
     def close(self) -> None:
         """Kill the workers."""
