@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -196,13 +196,11 @@ def _summary(experiment: Experiment, directory: Path, config: Path, reporter: An
 
     found = evaluations(directory)
     (first, before), (last, after) = found[0], found[-1]
-    names = [name for name in before if name.count("/") == 0 and f"{name}/low" in before]
-    names += [f"{role}/{name}" for role in experiment.roles for name in names if f"{role}/{name}/low" in before]
+    names = [_measure(reward.name, experiment.roles, before) for reward in experiment.rewards]
     shown = Table(title=f"held-out tasks: step {first} -> step {last} (95 % intervals)")
     for column in ("measure", f"step {first}", f"step {last}", "change"):
         shown.add_column(column)
-    rows = [row for row in table(before, after, names) if "/" not in row[0] or _differs(row, before, after)]
-    for row in rows:
+    for row in table(before, after, names):
         shown.add_row(*row)
     reporter.console.print(shown)
     trained = [name for name, entry in experiment.params.items() if entry.train]
@@ -216,10 +214,10 @@ train on:     mas-jax train {config} --run-dir {directory} --steps {experiment.s
 your own:     README.md, "Your own team\"""")
 
 
-def _differs(row: tuple[str, ...], before: dict[str, float], after: dict[str, float]) -> bool:
-    """Whether a role's number says more than the team's."""
-    own, team = row[0], row[0].split("/")[-1]
-    return (before[own], after[own]) != (before.get(team), after.get(team))
+def _measure(name: str, roles: Iterable[str], metrics: Mapping[str, float]) -> str:
+    """How a reward is shown: under its role, if it lands on one alone, else as the team's."""
+    landed = [role for role in roles if f"{role}/{name}" in metrics]
+    return f"{landed[0]}/{name}" if len(landed) == 1 else name
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,9 @@ def _evaluate(experiment: Experiment, out: Path) -> int:
     table = Table(title=f"{len(traces)} held-out episodes, {int(metrics['failed'])} failed")
     for column in ("measure", "mean", "95 % interval", "tasks"):
         table.add_column(column)
-    for name in [name for name in metrics if f"{name}/low" in metrics]:
+    for name in [_measure(reward.name, experiment.roles, metrics) for reward in experiment.rewards]:
+        if name not in metrics:
+            continue
         low, high = metrics[f"{name}/low"], metrics[f"{name}/high"]
         table.add_row(name, f"{metrics[name]:.3f}", f"[{low:.3f}, {high:.3f}]", str(metrics[f"{name}/n"]))
     reporter.console.print(table)
@@ -340,11 +340,10 @@ RUN_DIR/export or DIR.
     from mas_jax.checkpoint import Checkpoints
     from mas_jax.cluster import build_groups
 
-    config, flags = run_directory.read_command(directory)
-    made = _options(load_config(config, Experiment), RunOptions)
-    experiment = parse(
-        made, made(directory, False, load_config(config, Experiment)), flags, "mas-jax export"
-    ).experiment
+    command = run_directory.read_command(directory)
+    default = load_config(command.config, Experiment)
+    made = _options(default, RunOptions)
+    experiment = parse(made, made(directory, False, default), list(command.flags), "mas-jax export").experiment
     groups = {name: group for name, group in build_groups(experiment).items() if group.learns}
     abstract = {name: group.abstract_state() for name, group in groups.items()}
     checkpoints = Checkpoints(directory / "checkpoints", read_only=True)

@@ -294,8 +294,10 @@ def _source_digest(fn: Callable) -> str:
     code = inspect.unwrap(fn) if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn)
     try:
         source = inspect.getsource(code)
-    except (OSError, TypeError):  # built-in, or typed at a prompt
+    except OSError:  # typed at a prompt
         source = f"{code.__module__}.{code.__qualname__}"
+    except TypeError:  # built in, such as str.strip, whose repr holds no address
+        source = code.__qualname__
     return hashlib.blake2b(source.encode(), digest_size=4).hexdigest()
 
 

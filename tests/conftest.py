@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 from halves import half, pytest_ignore_collect, pytest_itemcollected, pytest_runtest_teardown  # noqa: F401 (hooks)
 
@@ -18,9 +19,9 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
-# jaxtyping imports jax at its first check, for shorter tracebacks only; in the no-jax half it must not.
-if os.environ.get("MAS_JAX_HALF") == "nojax":
-    jaxtyping._decorator._tb_flag = False
+# A busy machine is no failure.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Shapes and dtypes of annotated functions are checked at each call, here and nowhere else. The hook imports jax as soon
 # as it decorates a module, so the half that must not load jax goes without: its modules annotate no jax arrays.

@@ -4,6 +4,8 @@ import io
 import itertools
 import json
 import logging
+import os
+import signal
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from shapes import LENGTHS
-from team import LEARNER, ONE_DEVICE, Letters, Parities, parity_team, save_model, talk, talking_team
+from team import ENGINE, LEARNER, ONE_DEVICE, Letters, Parities, parity_team, save_model, talk, talking_team
 
 from mas_jax import cli, graph, metrics
 from mas_jax import train as loop
@@ -345,15 +347,11 @@ def test_a_config_that_failed_before_it_ran_may_be_mended_in_the_same_directory(
         ({"tasks": Letters(train=0)}, r"tasks = 'Letters': gave no training tasks"),
         ({"tasks": Letters(heldout=0)}, r"tasks = 'Letters': gave no held-out tasks"),
         ({"method": "gropo"}, r"method = 'gropo': did you mean 'grpo'"),
-        ({"workflow": partial(talk, rounds=70)}, None),
+        ({"tasks": lambda: (Letters()()[0], Letters()()[0])}, r"tasks = \['t0', 't1', 't2'\]: these ids are both"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_read(model, tmp_path, changes, message, monkeypatch):
     monkeypatch.setattr(loop, "build_groups", lambda *_: pytest.fail("a model was built"))
-    if message is None:  # a budget is no error: the rehearsal ends in it
-        with pytest.raises(pytest.fail.Exception):
-            train(talking_team(model, **changes), tmp_path / "run")
-        return
     with pytest.raises(ConfigError, match=message):
         train(talking_team(model, **changes), tmp_path / "run")
 
@@ -498,3 +496,51 @@ def test_parities_of_nothing_said_are_left_out():
     from mas_jax.config import Task
 
     assert Parities((("a", 0),))(graph.Trace(Task("t", ""), 0, "g")) == {}
+
+
+def test_a_prompt_longer_than_the_window_is_a_budget_stop_in_the_trace(model, tmp_path):
+    """Conversations outgrow a window of 64 tokens: the episode ends there, is scored and trained on what was said."""
+    experiment = talking_team(
+        model,
+        workflow=partial(talk, rounds=8),
+        tasks=Letters(heldout=2),
+        rollout=replace(ENGINE, context=64),
+        steps=1,
+    )
+    train(experiment, tmp_path / "run")
+    traces = metrics.read(tmp_path / "run" / "traces.jsonl")
+    stopped = [trace for trace in traces if trace["events"][-1]["stop"] == "budget"]
+    assert stopped
+    for trace in stopped:
+        assert "does not fit the window rollout.context = 64" in trace["events"][-1]["error"]
+        assert "parity" in trace["rewards"]
+    last = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["budget_stops"] == len(stopped)
+    assert last["failed"] == 0
+    assert last["params/team/updates"] > 0
+
+
+def test_sigterm_between_the_first_evaluation_and_the_first_update_is_resumed_with_that_evaluation_once(
+    model, tmp_path, monkeypatch
+):
+    real = loop.held_out
+
+    def evaluated_then_told_to_stop(run):
+        found = real(run)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    experiment = talking_team(model, steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "held_out", evaluated_then_told_to_stop)
+        with pytest.raises(loop.Preempted):
+            train(experiment, tmp_path / "run")
+    assert [record["step"] for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [0]
+    for name in ("run", "whole"):
+        train(experiment, tmp_path / name)
+    ours, theirs = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    plain = [
+        [{k: v for k, v in record.items() if not k.startswith("time/")} for record in one] for one in (ours, theirs)
+    ]
+    assert plain[0] == plain[1]
+    assert [record["step"] for record in ours] == [0, 1]

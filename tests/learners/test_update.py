@@ -34,9 +34,9 @@ def weights(dtype):
     return jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, fresh)
 
 
-def learner(dtype, mesh=(1, 1, 1), loss=LOSS, optimizer=AdamW(lr=1e-2)):
-    objective = partial(policy_loss, TINY, loss, jnp.dtype(dtype), False)
-    return Learner(TINY, make_mesh(*mesh), make_optimizer(optimizer), objective, dtype=jnp.dtype(dtype))
+def learner(dtype, mesh=(1, 1, 1), remat=False):
+    objective = partial(policy_loss, TINY, LOSS, jnp.dtype(dtype), remat)
+    return Learner(TINY, make_mesh(*mesh), make_optimizer(AdamW(lr=1e-2)), objective, dtype=jnp.dtype(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +170,7 @@ def test_loss_and_gradient_do_not_depend_on_the_devices(truth, mesh):
 
 def test_rematerialising_changes_nothing(truth):
     with jax.enable_x64(True):
-        objective = partial(policy_loss, TINY, LOSS, jnp.dtype("float64"), True)
-        again = Learner(TINY, make_mesh(1, 1, 1), make_optimizer(AdamW()), objective, dtype=jnp.dtype("float64"))
-        assert_same(gradient(again, pack(make_rows(), lines=ROWS, lengths=LENGTHS)), truth)
+        assert_same(gradient(learner("float64", remat=True), pack(make_rows(), lines=ROWS, lengths=LENGTHS)), truth)
 
 
 def test_roles_one_after_the_other_add_up_to_the_gradient_of_all(wide):

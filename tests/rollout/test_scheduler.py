@@ -128,31 +128,40 @@ def check_completion(done, asked):
 
 @st.composite
 def cases(draw):
-    """Tiny engines with hardly a page to spare, prompts that share prefixes, arrivals in waves, and what is cancelled when."""
+    """Tiny engines with hardly a page to spare, prompts that share prefixes, arrivals in waves. Plain numbers: the type checker
+    draws random ones, which a strategy must not."""
     chunk, chunks, rows = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    if chunk * chunks < 2:
-        chunks = 2
-    pages = rows * chunks + 1 + draw(st.integers(0, 4))
-    sizes = shapes(
-        slots=draw(st.integers(1, 4)), chunks=chunks, chunk=chunk, prefill_rows=rows, block=draw(st.integers(1, 3)), pages=pages
-    )  # fmt: skip
-    waves = []
-    for wave in range(draw(st.integers(1, 4))):
-        asked = []
-        for i in range(draw(st.integers(0, 6))):
-            prompt = draw(st.lists(st.integers(0, 1), min_size=1, max_size=sizes.context - 1))
-            most = sizes.context - len(prompt)
-            gate = draw(st.sampled_from([None, [1.0, 0.0], [0.0, 1.0]]))
-            asked.append(request(f"{wave}.{i}", prompt, max_tokens=draw(st.integers(1, most)), gate=gate))
-        waves.append((asked, draw(st.integers(0, 3))))
+    chunks = max(chunks, 2) if chunk == 1 else chunks
+    sizes = {
+        "slots": draw(st.integers(1, 4)), "chunks": chunks, "chunk": chunk, "prefill_rows": rows,
+        "block": draw(st.integers(1, 3)), "pages": rows * chunks + 1 + draw(st.integers(0, 4)),
+    }  # fmt: skip
+    asked = st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=chunk * chunks - 1),
+        st.integers(1, chunk * chunks),
+        st.sampled_from([None, [1.0, 0.0], [0.0, 1.0]]),
+    )
+    waves = draw(st.lists(st.tuples(st.lists(asked, max_size=6), st.integers(0, 3)), min_size=1, max_size=4))
     return sizes, waves, draw(st.booleans())
+
+
+def built(case):
+    """Group and waves of requests, as `cases` drew them."""
+    sizes, waves, reuse = case
+    group, ready = Group(shapes(**sizes), reuse=reuse), []
+    for wave, (asked, polls) in enumerate(waves):
+        requests = [
+            request(f"{wave}.{i}", prompt, max_tokens=min(new, group.sizes.context - len(prompt)), gate=gate)
+            for i, (prompt, new, gate) in enumerate(asked)
+        ]
+        ready.append((requests, polls))
+    return group, ready, reuse
 
 
 @settings(max_examples=150)
 @given(cases())
 def test_every_request_gets_all_its_tokens_once_and_no_page_is_lost_or_overwritten_while_needed(case):
-    sizes, waves, reuse = case
-    group, done = Group(sizes, reuse=reuse), []
+    (group, waves, reuse), done = built(case), []
     for asked, polls in waves:
         group.submit(*asked)
         for _ in range(polls):
@@ -173,8 +182,7 @@ def test_every_request_gets_all_its_tokens_once_and_no_page_is_lost_or_overwritt
 @settings(max_examples=150)
 @given(cases(), st.data())
 def test_what_is_cancelled_in_any_state_leaves_nothing_behind_and_disturbs_no_one(case, data):
-    sizes, waves, reuse = case
-    group, done, cancelled = Group(sizes, reuse=reuse), [], set()
+    (group, waves, _), done, cancelled = built(case), [], set()
     everything = {one.id: one for asked, _ in waves for one in asked}
     for asked, polls in waves:
         group.submit(*asked)
