@@ -16,18 +16,19 @@ from mas_jax.rollout.workflows.eval_opt_rewards import AnswersWell, Correct, Jud
 
 
 def verdict(text):
-    """Correct, Incorrect, or None when neither is said."""
-    text = text.lower()
-    return "Incorrect" if "incorrect" in text else "Correct" if "correct" in text else None
+    """yes is Correct, no is Incorrect, anything else is neither."""
+    word = text.strip().lower()
+    return "Correct" if word.startswith("yes") else "Incorrect" if word.startswith("no") else None
 
 
 SAY = Prompts(
-    solve="{problem}",
-    judge="{problem}\nProposed answer: {draft}\nIs the proposed answer right? Say only Correct or Incorrect.",
-    refine="{problem}\nThe answer {draft} is wrong. Give another one.",
+    solve="{problem} Reply with the number only.",
+    judge="{problem}{draft}\nIs that right? Reply yes or no.",
+    refine="{problem} The answer is not {draft}. Reply with the right number only.",
     answer=last_number,
     verdict=verdict,
 )
+BRIEF = "You answer in one word."
 
 experiment = Experiment(
     workflow=partial(eval_opt, rounds=1, say=SAY),
@@ -44,13 +45,16 @@ experiment = Experiment(
         Reward(JudgesWell(exact, SAY), weight=0.5, name="judges"),
     ),
     params={"team": Base("assets/smollm2-135m")},
-    roles={"generator": Role(params="team", max_tokens=16), "evaluator": Role(params="team", max_tokens=8)},
+    roles={
+        "generator": Role(params="team", max_tokens=8, system=BRIEF),
+        "evaluator": Role(params="team", max_tokens=4, system=BRIEF),
+    },
     method="dr_mas",
-    optimizers={"team": AdamW(lr=1e-5)},
+    optimizers={"team": AdamW(lr=2e-5)},
     steps=8,
     batch=8,
     group_size=8,
     learner=Learner(rows=4, lengths=(256,)),
-    rollout=Rollout(slots=16, context=128, prefill_rows=4, chunk=32, block=8),
+    rollout=Rollout(slots=16, context=96, prefill_rows=4, chunk=32, block=8),
     evaluation=Evaluation(tasks=20, samples=8),
 )

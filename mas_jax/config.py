@@ -343,11 +343,27 @@ def _checks(e: Experiment) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"optimizers.{name}.decay_steps", optimizer.decay_steps, "say at which update the decay ends"
             )
-        if optimizer.lr < 0:
-            yield ConfigError(f"optimizers.{name}.lr", optimizer.lr, "must not be negative")
+        for field_name in ("lr", "clip", "weight_decay", "warmup", "floor"):
+            if _field(optimizer, field_name) < 0:
+                yield ConfigError(
+                    f"optimizers.{name}.{field_name}", _field(optimizer, field_name), "must not be negative"
+                )
+        for field_name in ("b1", "b2"):
+            if not 0 <= _field(optimizer, field_name) < 1:
+                yield ConfigError(f"optimizers.{name}.{field_name}", _field(optimizer, field_name), "must be in [0, 1)")
     if e.loss.kl_estimator not in ("k1", "k2", "k3"):
         yield ConfigError("loss.kl_estimator", e.loss.kl_estimator, "use k1, k2 or k3")
-    for name in ("clip_low", "clip_high", "kl", "entropy"):
+    yield from _positive("limits.", e.limits, ("turns",))
+    yield from _positive("evaluation.", e.evaluation, ("tasks", "samples"))
+    if e.limits.tokens < 0:
+        yield ConfigError("limits.tokens", e.limits.tokens, "must be 1 or more, or 0 for no limit")
+    if not 0 <= e.limits.failures <= 1:
+        yield ConfigError("limits.failures", e.limits.failures, "is a share of a batch: from 0 to 1")
+    if e.rollout.tool_seconds <= 0:
+        yield ConfigError("rollout.tool_seconds", e.rollout.tool_seconds, "must be above 0")
+    if e.evaluation.every < 0:
+        yield ConfigError("evaluation.every", e.evaluation.every, "must be 1 or more, or 0 for first and last only")
+    for name in ("clip_low", "clip_high", "kl", "entropy", "constant_length"):
         if _field(e.loss, name) < 0:
             yield ConfigError(f"loss.{name}", _field(e.loss, name), "must not be negative")
 

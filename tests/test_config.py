@@ -88,6 +88,11 @@ REFUSED = {
     "a decay without an end": (
         {"optimizers": {"team": AdamW(schedule="linear")}}, "optimizers.team.decay_steps", 0, "at which update"),
     "a negative lr": ({"optimizers": {"team": AdamW(lr=-1.0)}}, "optimizers.team.lr", -1.0, "negative"),
+    "a b2 of 1": ({"optimizers": {"team": AdamW(b2=1.0)}}, "optimizers.team.b2", 1.0, "[0, 1)"),
+    "no turns": ({"limits": Limits(turns=0)}, "limits.turns", 0, "1 or more"),
+    "failures in percent": ({"limits": Limits(failures=20.0)}, "limits.failures", 20.0, "from 0 to 1"),
+    "tools without time": ({"rollout": Rollout(tool_seconds=0.0)}, "rollout.tool_seconds", 0.0, "above 0"),
+    "an evaluation of nothing": ({"evaluation": Evaluation(tasks=0)}, "evaluation.tasks", 0, "1 or more"),
     "an unknown KL estimator": ({"loss": Loss(kl_estimator="k9")}, "loss.kl_estimator", "k9", "k1, k2 or k3"),
     "a negative clip": ({"loss": Loss(clip_low=-0.1)}, "loss.clip_low", -0.1, "negative"),
     "a negative KL weight": ({"loss": Loss(kl=-1.0)}, "loss.kl", -1.0, "negative"),
@@ -235,3 +240,9 @@ def test_no_field_of_a_config_can_be_overlooked_by_the_fingerprint():
     for field in dataclasses.fields(Experiment):
         value = object.__getattribute__(BASE, field.name)
         assert value == {} or any(key == field.name or key.startswith(f"{field.name}.") for key in flat)
+
+
+def test_a_built_in_function_has_a_fingerprint_without_an_address():
+    flat = fingerprint(replace(BASE, workflow=partial(solve, say=str.strip)))
+    assert flat == fingerprint(replace(BASE, workflow=partial(solve, say=str.strip)))
+    assert flat["workflow.keywords.say"].startswith("strip@")

@@ -23,6 +23,11 @@ import numpy as np
 
 from mas_jax.graph import Turn
 
+_LOSES_EDGE = (
+    "{what} was put into an f-string or str.format, which loses where it came from: write "
+    'user("... {{draft}} ...", draft=reply) instead, or str(reply) where it does not go into a prompt'
+)
+
 
 class BudgetStop(Exception):
     """Raised inside a workflow whose next call does not fit a budget or the window; uncaught, it ends the episode."""
@@ -72,10 +77,7 @@ class Reply:
         return self.text
 
     def __format__(self, spec: str) -> str:
-        raise TypeError(
-            f"a Reply of {self.role!r} was put into an f-string or str.format, which loses where it came from: write "
-            'user("... {draft} ...", draft=reply) instead, or str(reply) where it does not go into a prompt'
-        )
+        raise TypeError(_LOSES_EDGE.format(what=f"a Reply of {self.role!r}"))
 
     def __repr__(self) -> str:
         return f"Reply({self.role!r}, turn={self.turn!r}, finish={self.finish!r}, text={self.text!r})"
@@ -91,6 +93,9 @@ class Quote:
     def __str__(self) -> str:
         return self.text
 
+    def __format__(self, spec: str) -> str:
+        raise TypeError(_LOSES_EDGE.format(what="a Quote"))
+
 
 @dataclass(frozen=True)
 class ToolResult:
@@ -103,6 +108,9 @@ class ToolResult:
 
     def __str__(self) -> str:
         return self.text
+
+    def __format__(self, spec: str) -> str:
+        raise TypeError(_LOSES_EDGE.format(what="a ToolResult"))
 
 
 Slot = str | int | float | Reply | Quote | ToolResult
