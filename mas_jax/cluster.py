@@ -188,7 +188,7 @@ class LocalGroup:
         """One optimizer step: gradients role after role, summed, applied. Metrics are `role/what` and `params/name/what`."""
         batches = pack(rows, lines=self.settings.rows, lengths=self.settings.lengths)
         total, norms, metrics = None, {}, {}
-        rate = learning_rate(self.optimizer_config, self.version)
+        rate = float(learning_rate(self.optimizer_config, self.version))
         for role, own in itertools.groupby(batches, key=lambda batch: batch.role):
             grads, parts = self.learner.gradient(self.state.params, [on_device(batch, self.mesh) for batch in own])
             norms[role] = self.learner.norm(grads)

@@ -101,10 +101,11 @@ class AdamW:
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     warmup: int = 0
-    """Updates of linear warm-up from 0."""
+    """Updates of linear warm-up; the last of them has the full rate."""
     schedule: str = "constant"
-    """After warm-up: constant, linear or cosine down to `floor` of lr at update `decay_steps`."""
+    """After warm-up: constant, or linear or cosine down to `floor` of lr."""
     decay_steps: int = 0
+    """Updates from the end of warm-up to the floor."""
     floor: float = 0.0
 
 
@@ -341,7 +342,7 @@ def _checks(e: Experiment) -> Iterator[ConfigError]:
             yield ConfigError(f"optimizers.{name}.schedule", optimizer.schedule, "use constant, linear or cosine")
         if optimizer.schedule != "constant" and optimizer.decay_steps < 1:
             yield ConfigError(
-                f"optimizers.{name}.decay_steps", optimizer.decay_steps, "say at which update the decay ends"
+                f"optimizers.{name}.decay_steps", optimizer.decay_steps, "say how many updates the decay takes"
             )
         for field_name in ("lr", "clip", "weight_decay", "warmup", "floor"):
             if _field(optimizer, field_name) < 0:

@@ -86,7 +86,7 @@ REFUSED = {
     "an unknown schedule": (
         {"optimizers": {"team": AdamW(schedule="step")}}, "optimizers.team.schedule", "step", "cosine"),
     "a decay without an end": (
-        {"optimizers": {"team": AdamW(schedule="linear")}}, "optimizers.team.decay_steps", 0, "at which update"),
+        {"optimizers": {"team": AdamW(schedule="linear")}}, "optimizers.team.decay_steps", 0, "how many updates"),
     "a negative lr": ({"optimizers": {"team": AdamW(lr=-1.0)}}, "optimizers.team.lr", -1.0, "negative"),
     "a b2 of 1": ({"optimizers": {"team": AdamW(b2=1.0)}}, "optimizers.team.b2", 1.0, "[0, 1)"),
     "no turns": ({"limits": Limits(turns=0)}, "limits.turns", 0, "1 or more"),

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -115,30 +114,19 @@ def clone_loss(
 
 
 def make_optimizer(config: AdamW) -> optax.GradientTransformation:
-    """Clipped AdamW with warm-up; its schedule counts its own updates."""
-    rate = config.lr
-    if config.schedule == "linear":
-        rate = optax.linear_schedule(config.lr, config.lr * config.floor, config.decay_steps)
-    elif config.schedule == "cosine":
-        rate = optax.cosine_decay_schedule(config.lr, config.decay_steps, config.floor)
-    if config.warmup:
-        after = rate if callable(rate) else optax.constant_schedule(rate)
-        rate = optax.join_schedules([optax.linear_schedule(0, config.lr, config.warmup), after], [config.warmup])
-    adamw = optax.adamw(rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+    """Clipped AdamW; its schedule counts its own updates."""
+    adamw = optax.adamw(
+        partial(learning_rate, config), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+    )
     return optax.chain(optax.clip_by_global_norm(config.clip), adamw) if config.clip else adamw
 
 
-def learning_rate(config: AdamW, updates: int) -> float:
-    """The rate that update number `updates` (from 0) uses."""
-    if updates < config.warmup:
-        return config.lr * updates / config.warmup
-    done = updates - config.warmup
-    if config.schedule == "constant":
-        return config.lr
-    share = min(done / config.decay_steps, 1.0)
-    if config.schedule == "cosine":
-        share = (1 - np.cos(np.pi * share)) / 2
-    return float(config.lr * (1 - share * (1 - config.floor)))
+def learning_rate(config: AdamW, updates: Int[Array, ""] | int) -> Float[Array, ""]:
+    """The rate that update number `updates` (from 0) uses: a linear rise over `warmup` updates, then the schedule."""
+    rise = jnp.minimum((updates + 1) / max(config.warmup, 1), 1.0)
+    done = jnp.clip((updates - config.warmup) / max(config.decay_steps, 1), 0.0, 1.0)
+    fall = {"constant": 0.0, "linear": done, "cosine": (1 - jnp.cos(jnp.pi * done)) / 2}[config.schedule]
+    return config.lr * rise * (1 - fall * (1 - config.floor))
 
 
 class Learner:
@@ -233,8 +221,6 @@ def _add(total: Params, grads: Params) -> Params:
 def _apply(optimizer: optax.GradientTransformation, state: State, grads: Params) -> tuple[State, Metrics]:
     norm = optax.tree.norm(grads)
     fine = jnp.isfinite(norm)
-    # Selected before the arithmetic: moments must not see what is not finite.
-    grads = jax.tree.map(lambda g: jnp.where(fine, g, 0), grads)
     updates, inner = optimizer.update(grads, state.optimizer, state.params)
     new = State(optax.apply_updates(state.params, updates), inner, state.updates + 1)
     kept = jax.tree.map(lambda new, old: jnp.where(fine, new, old), new, state)

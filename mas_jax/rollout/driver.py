@@ -24,6 +24,9 @@ from mas_jax.rollout.sampling_plan import Plan
 from mas_jax.rollout.tool_pool import ToolPool
 from mas_jax.rollout.workflow import BudgetStop, Call, Left, Message, Quote, Reply, Team, Tool, ToolResult
 
+# A poll decodes at least one token of each live request, so more than this many without an end is a dead sampler.
+MOST_IDLE_POLLS = 100_000
+
 
 @dataclass(frozen=True)
 class Request:
@@ -90,7 +93,7 @@ class PolicyGroup(Sampler, Protocol):
 
 
 class RolloutError(RuntimeError):
-    """Too many episodes of a batch failed; says how many and of what."""
+    """A batch cannot be played to its end: too many episodes failed, or the sampler stands still. Says which, and of what."""
 
 
 @dataclass
@@ -195,7 +198,7 @@ class Driver:
         self._pending.clear()
         self._out: dict[str, list[Request]] = {}
         episodes = [self._start(plan) for plan in plans]
-        tokens = 0
+        tokens = idle = 0
         while self._pending:
             self._flush()
             worked = False
@@ -204,8 +207,12 @@ class Driver:
                     worked = True
                     tokens += len(completion.tokens)
                     self._completed(completion)
-            for call_id, outcome in self.tools.poll(wait=not worked and not self._sampling()):
+            sampling = self._sampling()
+            for call_id, outcome in self.tools.poll(wait=not worked and not sampling):
                 self._tool_done(call_id, outcome)
+            idle = 0 if worked or not sampling else idle + 1
+            if idle > MOST_IDLE_POLLS:
+                raise RolloutError(f"the sampler finished nothing in {idle} polls; still waiting: {self._oldest()}")
             if progress:
                 progress(sum(not episode.live for episode in episodes), tokens)
         traces = [episode.trace for episode in episodes]
@@ -214,6 +221,11 @@ class Driver:
             trace.tools.sort(key=lambda tool: (tool.t, path_key(tool.id)))
         check_failures(traces, self.limits.failures)
         return traces
+
+    def _oldest(self) -> str:
+        """The call that has waited longest, for a person."""
+        call_id, pending = next(iter(self._pending.items()))
+        return f"{call_id} of role {pending.call.role}, task {pending.episode.trace.task.id!r}, and {len(self._pending) - 1} more"
 
     def _sampling(self) -> bool:
         return any(isinstance(pending.call, Call) for pending in self._pending.values())

@@ -384,6 +384,15 @@ def test_the_reported_learning_rate_is_the_one_that_is_applied(config):
         np.testing.assert_allclose(-updates["w"], learning_rate(config, count), rtol=1e-5, atol=1e-7)
 
 
+def test_a_schedule_rises_over_its_warm_up_and_falls_to_its_floor():
+    linear = AdamW(lr=1.0, warmup=4, schedule="linear", decay_steps=4, floor=0.2)
+    rates = [float(learning_rate(linear, count)) for count in range(10)]
+    np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2], rtol=1e-6)
+    cosine = AdamW(lr=2.0, schedule="cosine", decay_steps=4)
+    rates = [float(learning_rate(cosine, count)) for count in range(5)]
+    np.testing.assert_allclose(rates, [2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5, 0.0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_gradient_is_clipped_by_the_norm_of_all_its_leaves():
     config = AdamW(clip=1.0)
     params = {"a": jnp.zeros(9), "b": jnp.zeros(16)}

@@ -715,3 +715,13 @@ def test_a_rehearsal_finds_a_wrong_tool_before_any_model_is_loaded_and_forgives_
     with pytest.raises(ConfigError, match=r"tools = 'pyhton'.*\['calc'\]"):
         rehearse(experiment(wrong_tool, tools={"calc": never}), TASKS[0])
     rehearse(experiment(sound, tools={"calc": never}), TASKS[0])
+
+
+def test_a_sampler_that_stands_still_is_named_and_ends_the_batch(monkeypatch):
+    monkeypatch.setattr("mas_jax.rollout.driver.MOST_IDLE_POLLS", 5)
+
+    def flow(task, team):
+        yield Call("solver", [user(task.prompt)])
+
+    with pytest.raises(RolloutError, match=r"0/0/a#0:0 of role solver, task 'a', and 1 more"):
+        played(flow, size=2, group=Scripted(echo, per_poll=0))
