@@ -10,17 +10,19 @@ both alike.
 rollout   64 ragged requests (prompts of 16 to 96 tokens, 8 to 48 new tokens each), sampling at temperature 1. transformers generates
           in static batches of 16 until the longest of a batch is done; useful tokens count on both sides.
 update    gradient of the mean log-probability of the new tokens, the same 64 rows; torch pads batches of 8 rows sorted by length.
-host      share of a rollout of the Eval-Opt team that is spent outside the engine's device calls.
+host      share of a training step of the Eval-Opt team that is spent outside the device calls of engine and learner.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,20 +33,20 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from rich.console import Console
 
-from mas_jax.config import AdamW, Limits, Loss, Role
-from mas_jax.graph import Task
+from mas_jax import AdamW, Base, Experiment, Loss, Mesh, Reward, Role, Rollout, Task, train
+from mas_jax import Learner as LearnerSettings
 from mas_jax.learners.packing import TrainRow, pack
 from mas_jax.learners.update import Learner, make_optimizer, on_device, policy_loss
 from mas_jax.mesh import make_mesh
 from mas_jax.models import hf
-from mas_jax.models.tokenizer import ByteTokenizer
-from mas_jax.rollout.driver import Completion, Driver, Request, stream_key
+from mas_jax.models.tokenizer import save_char_tokenizer
+from mas_jax.progress import Reporter
+from mas_jax.rollout.driver import Completion, Request, stream_key
 from mas_jax.rollout.engine import NativeEngine
-from mas_jax.rollout.sampling_plan import independent
 from mas_jax.rollout.scheduler import Scheduler, Shapes
-from mas_jax.rollout.tool_pool import ToolPool
-from mas_jax.rollout.workflows.eval_opt import eval_opt
+from mas_jax.rollout.workflows.eval_opt import Prompts, eval_opt
 
 CONTEXT, NEW = 160, 48
 VOCAB = 49152
@@ -75,44 +77,27 @@ def requests(count: int = 64) -> list[Request]:
 
 
 class Sampler:
-    """Engine and scheduler, as a policy group holds them; counts the seconds spent in device calls."""
+    """Engine and scheduler, as a policy group holds them."""
 
-    name, context = "model", CONTEXT
-
-    def __init__(self, config: hf.ModelConfig, params: dict, slots: int, rows: int, chunk: int, block: int) -> None:
-        shapes = Shapes(slots, CONTEXT, rows, chunk, block, slots * CONTEXT // chunk + 1)
+    def __init__(self, config: hf.ModelConfig, params: dict, slots: int) -> None:
+        shapes = Shapes(slots, CONTEXT, prefill_rows=4, chunk=32, block=8, pages=slots * CONTEXT // 32 + 1)
         self.engine = NativeEngine(config, shapes, dtype=jnp.float32, mesh=make_mesh())
         self.params, self.state = self.engine.load_params(params), self.engine.init_decode_state()
-        self.scheduler, self.tokenizer, self.device_seconds = Scheduler(shapes), ByteTokenizer(), 0.0
-
-    def submit(self, requests: list[Request]) -> None:
-        self.scheduler.submit(requests)
-
-    def cancel(self, ids: list[str]) -> None:
-        self.scheduler.cancel(ids)
-
-    def poll(self) -> list[Completion]:
-        while (work := self.scheduler.prefill_work()) is not None:
-            started = time.perf_counter()
-            self.state, hidden = self.engine.prefill(self.params, self.state, work)
-            self.device_seconds += time.perf_counter() - started
-            self.scheduler.prefilled(hidden)
-        for slot, prefix, request in self.scheduler.insertions():
-            self.state = self.engine.insert(prefix, self.state, slot, request)
-        if not self.scheduler.decoding:
-            return []
-        started = time.perf_counter()
-        self.state, block = self.engine.generate(self.params, self.state)
-        self.device_seconds += time.perf_counter() - started
-        return self.scheduler.decoded(block.tokens, block.logprobs, block.valid)
+        self.scheduler = Scheduler(shapes)
 
     def run(self, work: list[Request]) -> list[Completion]:
-        """Sample all of them."""
+        """Sample all of them, with nothing prefilled."""
         self.scheduler.new_version(self.scheduler.version + 1)
-        self.submit(work)
+        self.scheduler.submit(work)
         done = []
         while self.scheduler.busy:
-            done += self.poll()
+            while (chunks := self.scheduler.prefill_work()) is not None:
+                self.state, hidden = self.engine.prefill(self.params, self.state, chunks)
+                self.scheduler.prefilled(hidden)
+            for slot, prefix, request in self.scheduler.insertions():
+                self.state = self.engine.insert(prefix, self.state, slot, request)
+            self.state, block = self.engine.generate(self.params, self.state)
+            done += self.scheduler.decoded(block.tokens, block.logprobs, block.valid)
         return done
 
 
@@ -121,7 +106,7 @@ def rollout(
 ) -> dict:
     work = requests()
     useful = sum(request.max_tokens for request in work)
-    ours = Sampler(config, params, slots=slots, rows=4, chunk=32, block=8)
+    ours = Sampler(config, params, slots)
 
     def run_ours() -> int:
         return sum(len(completion.tokens) for completion in ours.run(work))
@@ -156,7 +141,7 @@ def update(theirs: transformers.PreTrainedModel, config: hf.ModelConfig, params:
         rows.append(TrainRow("role", tokens, sampled, 1.0, zeros + 1, sampled / np.float32(2000), zeros - 10, zeros))
     total = sum(len(row.tokens) for row in rows)
     mesh = make_mesh()
-    loss = lambda p, batch: policy_loss(config, Loss(), jnp.float32, False, p, batch)
+    loss = lambda p, batch: policy_loss(config, Loss(), jnp.float32, True, p, batch)
     learner = Learner(config, mesh, make_optimizer(AdamW()), loss, dtype=jnp.float32)
     batches = [on_device(batch, mesh) for batch in pack(rows, lines=4, lengths=(CONTEXT,))]
 
@@ -186,33 +171,60 @@ def update(theirs: transformers.PreTrainedModel, config: hf.ModelConfig, params:
     return compare("update tokens/s", run_ours, run_theirs, rounds)
 
 
-def host(config: hf.ModelConfig, params: dict, rounds: int, slots: int) -> dict:
-    """Share of a rollout outside device calls: 32 episodes of Eval-Opt, one round of judgement."""
-    sampler = Sampler(config, params, slots=slots, rows=4, chunk=32, block=8)
-    roles = {name: Role(params="model", max_tokens=16) for name in ("generator", "evaluator")}
-    tasks = [Task(f"t{i}", f"{i}*7=") for i in range(8)]
-    shares = []
-    for number in range(rounds + 1):
-        sampler.scheduler.new_version(number)
-        sampler.device_seconds = 0.0
-        driver = Driver(_short, roles, {"model": sampler}, limits=Limits(), tools=ToolPool({}), seed=number)
-        started = time.perf_counter()
-        driver.play(independent(tasks, 4, f"round {number}"))
-        elapsed = time.perf_counter() - started
-        if number:
-            shares.append(1 - sampler.device_seconds / elapsed)
-    return {
-        "name": "host share of a rollout",
-        "median": float(np.median(shares)),
-        "quartiles": np.quantile(shares, [0.25, 0.75]).tolist(),
-    }
-
-
-def _short(task: Task, team: object):
-    from mas_jax.rollout.workflows.eval_opt import Prompts
-
+def host(folder: Path, rounds: int, slots: int) -> dict:
+    """Share of a training step outside device calls: 4 tasks x 4 episodes of Eval-Opt, one round of judgement, one update."""
+    save_char_tokenizer(folder, "".join(map(chr, range(32, 127))) + "\n")
     say = Prompts(solve="{problem}", judge="{problem} {draft}?", refine="{problem} {draft} {review}")
-    return (yield from eval_opt(task, team, rounds=1, say=say))
+    experiment = Experiment(
+        workflow=partial(eval_opt, rounds=1, say=say),
+        tasks=lambda: ([Task(f"t{i}", f"{i}*7=") for i in range(32)], [Task("held out", "1*1=")]),
+        rewards=(Reward(lambda trace: float(sum(trace.turns[0].tokens) % 3), name="noise"),),
+        params={"model": Base(str(folder))},
+        roles={name: Role(params="model", max_tokens=16) for name in ("generator", "evaluator")},
+        batch=4,
+        group_size=4,
+        steps=1 << 20,
+        mesh=Mesh(fsdp=1),
+        learner=LearnerSettings(rows=4, lengths=(CONTEXT,)),
+        rollout=Rollout(slots=slots, context=CONTEXT, prefill_rows=4, chunk=32, block=8),
+    )
+    with Reporter(Console(file=io.StringIO())) as reporter:
+        run = train.open_run(experiment, folder / "run", reporter)
+        train.resume(run)
+        (group,) = run.groups.values()
+        timed = Timed()
+        calls = (
+            (group.engine, ("prefill", "generate", "load_params")),
+            (group.learner, ("score", "gradient", "apply")),
+        )
+        for owner, names in calls:
+            for name in names:
+                vars(owner)[name] = timed(vars(type(owner))[name].__get__(owner))
+        shares = []
+        for number in range(rounds + 1):
+            timed.seconds, started = 0.0, time.perf_counter()
+            train.step(run)
+            if number:
+                shares.append(1 - timed.seconds / (time.perf_counter() - started))
+    quartiles = np.quantile(shares, [0.25, 0.75]).tolist()
+    return {"name": "host share of a step", "median": float(np.median(shares)), "quartiles": quartiles}
+
+
+class Timed:
+    """Adds up the seconds that functions take until their results are there."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, fn: Callable) -> Callable:
+        def run(*args: object) -> object:
+            started = time.perf_counter()
+            result = fn(*args)
+            jax.block_until_ready([leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)])
+            self.seconds += time.perf_counter() - started
+            return result
+
+        return run
 
 
 def compare(name: str, ours: Callable[[], int], theirs: Callable[[], int], rounds: int) -> dict:
@@ -246,13 +258,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         theirs = smollm2(args.layers, Path(folder))
         config, params = hf.load(folder)
-    results = []
-    if args.only in (None, "rollout"):
-        results.append(rollout(theirs, config, params, args.rounds, args.slots))
-    if args.only in (None, "update"):
-        results.append(update(theirs, config, params, args.rounds))
-    if args.only in (None, "host"):
-        results.append(host(config, params, args.rounds, args.slots))
+        results = []
+        if args.only in (None, "rollout"):
+            results.append(rollout(theirs, config, params, args.rounds, args.slots))
+        if args.only in (None, "update"):
+            results.append(update(theirs, config, params, args.rounds))
+        if args.only in (None, "host"):
+            results.append(host(Path(folder), args.rounds, args.slots))
     print(
         f"\ntorch {torch.__version__} with {torch.get_num_threads()} threads, jax {jax.__version__}, {os.cpu_count()} cores"
     )

@@ -40,9 +40,11 @@ experiment = Experiment(
         options={"products": {"min_terms": 2, "max_terms": 2, "max_digits": 1}},
     ),
     rewards=(
-        Reward(Correct(exact, SAY), name="correct"),
-        Reward(AnswersWell(exact, SAY), weight=0.0, name="answers"),
-        Reward(JudgesWell(exact, SAY), weight=0.5, name="judges"),
+        # The team's score is measured; each role learns from its own part of it, for the verdict changes no answer here.
+        Reward(Correct(exact, SAY), weight=0.0, name="correct"),
+        Reward(AnswersWell(exact, SAY), name="answers"),
+        Reward(JudgesWell(exact, SAY), weight=0.0, name="judges"),
+        Reward(JudgesWell(exact, SAY, rejection=0.2), name="judges_fairly"),
     ),
     params={"team": Base("assets/smollm2-135m")},
     roles={

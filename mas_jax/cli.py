@@ -66,6 +66,11 @@ def _error(error: Exception) -> int:
     return 2
 
 
+def _stopped(error: Exception) -> int:
+    print(f"mas-jax: the run stopped: {error}", file=sys.stderr)
+    return 1
+
+
 def _help(text: str, args: list[str]) -> bool:
     """Print `text` when a command was asked for help or given nothing."""
     if args and args[0] not in ("-h", "--help"):
@@ -182,8 +187,7 @@ CONFIG --help lists every field. Examples:
             )
             return 0
         except RolloutError as error:
-            print(f"mas-jax: the run stopped: {error}", file=sys.stderr)
-            return 1
+            return _stopped(error)
         _summary(options.experiment, options.run_dir, path, reporter)
     return 0
 
@@ -257,7 +261,7 @@ def _evaluate(experiment: Experiment, out: Path) -> int:
     from mas_jax.evaluate import evaluate as play
     from mas_jax.metrics import JsonLines
     from mas_jax.progress import Reporter
-    from mas_jax.rollout.driver import Driver
+    from mas_jax.rollout.driver import Driver, RolloutError
     from mas_jax.rollout.rehearsal import rehearse
     from mas_jax.rollout.tool_pool import ToolPool
     from mas_jax.train import load_tasks
@@ -283,6 +287,8 @@ def _evaluate(experiment: Experiment, out: Path) -> int:
             metrics, traces = play(
                 driver, experiment, heldout, progress=lambda done, tokens: shown(done, f"{done}/{total} episodes")
             )
+        except RolloutError as error:
+            return _stopped(error)
         finally:
             tools.close()
     if str(out) != "-":

@@ -9,7 +9,7 @@ import numpy as np
 from mas_jax.config import Evaluation, Experiment, Task
 from mas_jax.graph import Trace
 from mas_jax.rollout import rewards
-from mas_jax.rollout.driver import Driver
+from mas_jax.rollout.driver import Driver, check_failures
 from mas_jax.rollout.sampling_plan import independent
 
 Z95 = 1.959964
@@ -34,6 +34,7 @@ def evaluate(
     plans = independent(tasks, settings.samples, "eval")
     traces = driver.play(plans, temperature=settings.temperature, progress=progress)
     rewards.assign(traces, experiment.rewards, experiment.roles)
+    check_failures(traces, experiment.limits.failures)
     return summarise(traces, [reward.name for reward in experiment.rewards], list(experiment.roles)), traces
 
 

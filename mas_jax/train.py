@@ -27,7 +27,7 @@ from mas_jax.learners.packing import TrainRow
 from mas_jax.metrics import JsonLines, read
 from mas_jax.progress import Reporter
 from mas_jax.rollout import rewards
-from mas_jax.rollout.driver import Driver
+from mas_jax.rollout.driver import Driver, check_failures
 from mas_jax.rollout.rehearsal import rehearse
 from mas_jax.rollout.sampling_plan import independent
 from mas_jax.rollout.tool_pool import ToolPool
@@ -192,6 +192,7 @@ def step(run: Run) -> None:
         raise
     clock.lap("rollout")
     rewards.assign(traces, e.rewards, e.roles)
+    check_failures(traces, e.limits.failures)
     report = diagnostics.rollout(traces, e)
     report |= learn(run, traces, number, clock)
     keep(run, traces)

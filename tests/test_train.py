@@ -384,6 +384,15 @@ def test_a_reward_that_gives_nan_fails_its_episode_alone(model, tmp_path):
     assert all("must be finite" in trace["events"][-1]["error"] for trace in failed)
 
 
+def test_a_reward_that_always_raises_stops_the_run_with_its_cause(model, tmp_path):
+    def broken(trace):
+        raise ZeroDivisionError("no such luck")
+
+    experiment = talking_team(model, rewards=(Reward(broken),), steps=1, tasks=Letters(heldout=2))
+    with pytest.raises(RolloutError, match="reward broken: ZeroDivisionError: no such luck"):
+        train(experiment, tmp_path / "run")
+
+
 def test_n_calls_of_one_role_in_an_episode_keep_their_own_advantages():
     """The rewards of same-named turns land where they were earned, and none overwrites another."""
     from mas_jax.config import Task

@@ -35,15 +35,21 @@ class AnswersWell:
 
 @dataclass(frozen=True)
 class JudgesWell:
-    """To each turn of the evaluator: whether its verdict agrees with the truth; no verdict agrees with nothing."""
+    """To each turn of the evaluator: 1 for accepting a right draft, `rejection` for rejecting a wrong one, else 0.
+
+    While most drafts are wrong, an evaluator that is paid the same for both learns to reject whatever it sees.
+    """
 
     right: Right
     say: Prompts = PLAIN
+    rejection: float = 1.0
 
     def __call__(self, trace: Trace) -> dict[str, float]:
-        return {turn.id: float(self._agrees(trace, turn)) for turn in trace.of("evaluator")}
+        return {turn.id: self._worth(trace, turn) for turn in trace.of("evaluator")}
 
-    def _agrees(self, trace: Trace, turn: Turn) -> bool:
+    def _worth(self, trace: Trace, turn: Turn) -> float:
         draft = trace.turn(turn.reads[0].source)
         truth = self.right(trace.task, self.say.answer(draft.text) or "")
-        return self.say.verdict(turn.text) == ("Correct" if truth else "Incorrect")
+        if self.say.verdict(turn.text) != ("Correct" if truth else "Incorrect"):
+            return 0.0
+        return 1.0 if truth else self.rejection
