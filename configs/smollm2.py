@@ -1,14 +1,16 @@
-"""The Eval-Opt team with a real model: SmolLM2-135M-Instruct on products of one-digit numbers.
+"""The quickstart: the Eval-Opt team with a real model, SmolLM2-135M-Instruct, on products of one-digit numbers.
 
-    make smollm2
-    mas-jax train configs/smollm2.py
+    make quickstart            # fetches the model (93 MB), then: mas-jax train configs/smollm2.py
 
-Hardware: 2 CPU cores, 6 GB (float32, full weights). Time and score: see the end of this file's run in README.md, "From demonstrations".
+Hardware: 2 CPU cores, 6 GB (float32, full weights). Time: 5 to 6 minutes. Score on held-out products, sampled at temperature 1:
+the team .05 -> .74, the evaluator's verdicts .20 -> .74.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from mas_jax import AdamW, Base, Evaluation, Experiment, Learner, Reward, Role, Rollout
+from mas_jax.learners.methods import METHODS
 from mas_jax.rollout.parse import last_number
 from mas_jax.rollout.tasks.reasoning import exact, reasoning
 from mas_jax.rollout.workflows.eval_opt import Prompts, eval_opt
@@ -20,6 +22,10 @@ def verdict(text):
     word = text.strip().lower()
     return "Correct" if word.startswith("yes") else "Incorrect" if word.startswith("no") else None
 
+
+# Dr. MAS without its scale. Most first drafts are wrong, and an evaluator whose rare rewards are blown up by a small deviation learns to
+# reject whatever it sees, long before the first right draft.
+METHODS["dr_mas_unscaled"] = replace(METHODS["dr_mas"], scale="none")
 
 SAY = Prompts(
     solve="{problem} Reply with the number only.",
@@ -51,7 +57,7 @@ experiment = Experiment(
         "generator": Role(params="team", max_tokens=8, system=BRIEF),
         "evaluator": Role(params="team", max_tokens=4, system=BRIEF),
     },
-    method="dr_mas",
+    method="dr_mas_unscaled",
     optimizers={"team": AdamW(lr=2e-5)},
     steps=8,
     batch=8,

@@ -9,11 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
+WIDTH = 120  # of tables in a pipe, which has no width of its own
+
+
 class Reporter:
     """Phases and lines on one console. Use as a context manager. In a pipe or in CI a phase is one line when it begins."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
+        if not self.console.is_terminal:
+            self.console.width = max(self.console.width, WIDTH)
         self._bar: Progress | None = None
         self._task = None
         self._phase = ""

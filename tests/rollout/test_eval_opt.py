@@ -84,3 +84,9 @@ def test_an_evaluator_is_right_when_it_agrees_with_the_truth_about_the_draft_it_
     trace = play(RIGHT, NO, WRONG, MUMBLE, RIGHT, YES)
     assert JudgesWell(right)(trace) == {"1": 0.0, "3": 0.0, "5": 1.0}
     assert JudgesWell(right)(play(WRONG, NO, WRONG, YES)) == {"1": 1.0, "3": 0.0}
+
+
+def test_a_right_rejection_may_be_worth_less_than_a_right_acceptance():
+    judge = JudgesWell(right, rejection=0.2)
+    assert judge(play(WRONG, NO, RIGHT, YES)) == {"1": 0.2, "3": 1.0}
+    assert judge(play(RIGHT, NO, WRONG, MUMBLE, WRONG, YES)) == {"1": 0.0, "3": 0.0, "5": 0.0}
