@@ -8,7 +8,6 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-
 WIDTH = 120  # of tables in a pipe, which has no width of its own
 
 

@@ -67,6 +67,7 @@ def convert(source: str | Path, out: str | Path, dtype: str = "bfloat16") -> Pat
     _write_json(out / "generation_config.json", {**ids, "do_sample": True})
     _write_json(out / "config.json", {**_config(get, dtype, tied="lm_head.weight" not in tensors), **ids})
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors makes private files
     return out
 
 
