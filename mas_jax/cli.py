@@ -81,14 +81,17 @@ def _help(text: str, args: list[str]) -> bool:
 
 def load_config(path: Path, kind: type) -> Any:
     """The `experiment` of a config file. Raises ConfigError for a file that has none of this kind."""
+    import cloudpickle
+
     if not path.is_file():
         raise ConfigError(
             "CONFIG", str(path), "no such file; a config is a Python file with `experiment = Experiment(...)`"
         )
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    # Functions of the config are pickled for tool processes, by value, when their module can be found.
     sys.modules[spec.name] = module
+    # Its functions go to tool processes by value, since no module of that name can be imported there.
+    cloudpickle.register_pickle_by_value(module)
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
