@@ -109,7 +109,8 @@ def line(number: int, experiment: Experiment, report: Mapping[str, float], times
     parts += [f"entropy {np.mean(entropies):.2f}"] if entropies else []
     parts += [f"grad {max(norms):.2f}"] if norms else []
     parts += [f"gap {max(gaps):.1e}"] if gaps else []
-    parts.append(f"{times['time/step']:.1f}s")
+    minutes = (experiment.steps - number) * times["time/step"] / 60
+    parts.append(f"{times['time/step']:.1f}s" + (f", about {minutes:.1f} min left" if minutes else ""))
     for prefix in sorted(
         {name.split("/")[1] for name in report if name.startswith("eval/")} & {r.name for r in experiment.rewards}
     ):
