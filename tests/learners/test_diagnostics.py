@@ -119,4 +119,4 @@ def test_the_line_of_a_step_shows_what_was_measured():
         "critic/entropy": 2.0,
     }
     written = diagnostics.line(7, replace(experiment(), steps=120), report, {"time/step": 1.26})
-    assert written == "step   7/120 | right 0.250 | entropy 1.50 | gap 2.0e-05 | 1.3s"
+    assert written == "step   7/120 | right 0.250 | entropy 1.50 | gap 2.0e-05 | 1.3s, about 2.4 min left"
