@@ -60,11 +60,14 @@ class LocalGroup:
 
     def __init__(self, name: str, base: Base, mesh: Mesh, *, dtype: str, seed: int) -> None:
         self.name, self.base, self.mesh, self.seed = name, base, mesh, seed
-        self.path = hf.resolve(base.path)
-        self.config = hf.read_config(self.path)
+        try:
+            self.path = hf.resolve(base.path)
+            self.config = hf.read_config(self.path)
+            self.tokenizer = tokenizer.load(self.path)
+            self.tokenizer.require_template()
+        except ConfigError as error:
+            raise ConfigError(f"params.{name}.{error.field}", error.value, error.remedy) from error
         check_divisible(self.config, mesh)
-        self.tokenizer = tokenizer.load(self.path)
-        self.tokenizer.require_template()
         if self.tokenizer.vocab > self.config.vocab:
             remedy = f"the tokenizer knows {self.tokenizer.vocab} ids, the model {self.config.vocab}: they do not belong together"
             raise ConfigError(f"params.{name}.path", base.path, remedy)

@@ -116,8 +116,8 @@ REFUSED = {
 
 
 def test_a_sound_experiment_passes():
-    validate(BASE)
-    validate(replace(BASE, workflow=partial(solve, rounds=2)))
+    assert validate(BASE) is None
+    assert validate(replace(BASE, workflow=partial(solve, rounds=2))) is None
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -132,7 +132,7 @@ def test_is_refused_with_field_value_and_remedy(what):
 
 
 def test_frozen_params_that_no_role_uses_are_allowed():
-    validate(replace(BASE, params={"team": Base("model"), "spare": Base("other", train=False)}))
+    assert validate(replace(BASE, params={"team": Base("model"), "spare": Base("other", train=False)})) is None
 
 
 def test_a_reward_takes_the_name_of_its_function_unless_named():
