@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the NVIDIA GPUs of this host: one process, all local GPUs. Sets up .venv with the cuda extra on first use.
 #
-#     bash gpu_scripts/train.sh configs/eval_opt.py [--flags ...]
+#     bash gpu_scripts/train.sh configs/smollm2.py [--flags ...]
 #
 # A run directory that exists is resumed.
 # PYTHON=python3.12                     the interpreter of a new .venv (3.11 or newer)

@@ -36,6 +36,8 @@ def compute_dtype(name: str) -> jnp.dtype:
     """The precision of compute; auto is float32 on CPU, where bfloat16 is slower, and bfloat16 elsewhere."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise ConfigError("learner.dtype", name, "jax computes in float32 unless JAX_ENABLE_X64=1 is set")
     return jnp.dtype(name)
 
 

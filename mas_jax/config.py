@@ -118,7 +118,7 @@ class Loss:
     kl: float = 0.0
     """Weight of KL(policy || reference); the reference is the weights the run started from, loaded afresh."""
     kl_estimator: str = "k3"
-    """k1, k2 or k3 (Schulman's estimators, per sampled token)."""
+    """k1, k2 or k3 (Schulman's estimators, per sampled token); as a loss k1 has no gradient on average: k2 and k3 pull."""
     entropy: float = 0.0
     """Weight of an entropy bonus."""
     constant_length: int = 0

@@ -79,7 +79,8 @@ def table(before: dict[str, float], after: dict[str, float], names: Sequence[str
     """Rows (what, before, after, verdict) for people; the verdict says whether the intervals are apart."""
     rows = []
     for name in names:
-        if name not in before or name not in after:
+        ends = [metrics.get(f"{name}/{end}") for metrics in (before, after) for end in ("low", "high")]
+        if any(end is None for end in ends):  # one task alone has no interval
             continue
         apart = after[f"{name}/low"] > before[f"{name}/high"] or after[f"{name}/high"] < before[f"{name}/low"]
         change = after[name] - before[name]

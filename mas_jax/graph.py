@@ -42,7 +42,8 @@ class Turn:
 
     `id` is the path of the call in the workflow ("2.0.1": third yield, first branch, second yield), `t` its logical time (length of
     the longest chain of events before it). `tokens`, `logprobs` and `versions` are parallel: ids sampled (stop id included),
-    log-probability in nats under the distribution sampled from, and the number of updates the policy had had.
+    log-probability in nats under the distribution sampled from, and the number of updates the policy had had. `judged` is False where
+    no reward applied, which is not a reward of 0: such a turn is context to the learner.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Turn:
     prompt_text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
+    judged: bool = True
     advantage: float = 0.0
 
     def __post_init__(self) -> None:

@@ -26,7 +26,8 @@ def claim(directory: Path, resolved: dict[str, object], *, force: bool, command:
     path, metrics = directory / "config.json", directory / "metrics.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        started = path.exists() and metrics.exists() and metrics.stat().st_size > 0
+        measured = metrics.exists() and metrics.stat().st_size > 0
+        started = path.exists() and (measured or any((directory / "checkpoints").glob("[0-9]*")))
         if started and not force:
             changed = differences(json.loads(path.read_text()), resolved)
             if changed:

@@ -114,7 +114,9 @@ def open_run(
     reporter.phase("loading tasks")
     tasks, heldout = load_tasks(experiment)
     rehearse(experiment, tasks[0])
-    run_directory.claim(directory, configs.fingerprint(experiment), force=force, command=command)
+    run_directory.claim(
+        directory, configs.fingerprint(experiment) | configs.fingerprint(method, "method"), force=force, command=command
+    )
     reporter.phase("loading models")
     groups = build_groups(experiment)
     tools = ToolPool(experiment.tools, workers=experiment.rollout.tool_workers, seconds=experiment.rollout.tool_seconds)
@@ -256,7 +258,8 @@ def assign_credit(rows: Sequence[Row], method: credit.Method) -> dict[str, float
     turns = [(row, turn) for row in rows for turn in row.turns]
     ids = credit_ids(turns)
     reward = np.array([turn.reward for _, turn in turns])
-    for (_, turn), advantage in zip(turns, credit.advantages(reward, ids, method), strict=True):
+    judged = np.array([turn.judged for _, turn in turns])
+    for (_, turn), advantage in zip(turns, credit.advantages(reward, ids, method, judged), strict=True):
         turn.advantage = float(advantage)
     return diagnostics.credit_report([turn for _, turn in turns], ids, method)
 
@@ -312,7 +315,7 @@ def prepare(
         constant = [e.loss.constant_length or e.roles[turn.role].max_tokens for turn in turns]
         names = sorted({turn.role for turn in turns})
         weights = credit.token_weights(
-            np.array([len(turn.tokens) for turn in turns]),
+            np.array([len(turn.tokens) * turn.judged for turn in turns]),
             np.array([names.index(turn.role) for turn in turns]),
             method,
             np.array(constant, np.float64),

@@ -553,3 +553,20 @@ def test_sigterm_between_the_first_evaluation_and_the_first_update_is_resumed_wi
     ]
     assert plain[0] == plain[1]
     assert [record["step"] for record in ours] == [0, 1]
+
+
+def test_a_turn_that_no_reward_applies_to_is_no_sample_of_its_group_and_not_trained():
+    from mas_jax.config import Task
+    from mas_jax.learners import methods
+
+    traces = []
+    for sample in range(4):
+        turn = graph.Turn("0", "solver", 0, "team", 1, [1], [7, 9], [-1.0, -1.0], [0, 0], "", "stop")
+        traces.append(graph.Trace(Task("a", "a"), sample, "0/a", [turn]))
+    rewards.assign(
+        traces, (Reward(lambda t: None if t.sample == 0 else float(t.sample > 1), name="some"),), ("solver",)
+    )
+    found = [row for trace in traces for row in graph.rows(trace)]
+    loop.assign_credit(found, methods.METHODS["dr_grpo"])
+    np.testing.assert_allclose([trace.turns[0].advantage for trace in traces], [0, -2 / 3, 1 / 3, 1 / 3])
+    assert [trace.turns[0].judged for trace in traces] == [False, True, True, True]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the TPU devices of this host: one process, all local chips.
 #
-#     bash tpu_scripts/train.sh configs/eval_opt.py [--flags ...]
+#     bash tpu_scripts/train.sh configs/smollm2.py [--flags ...]
 #
 # The same command on each host of a slice is how runs start (one process per host); at present a run uses one host only,
 # so give it a single-host slice. A run directory that exists is resumed, so a pre-empted VM repeats the command.

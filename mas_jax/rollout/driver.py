@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from mas_jax.config import ConfigError, Limits, Role
+from mas_jax.config import ConfigError, Limits, Role, function_name
 from mas_jax.graph import ToolEvent, Trace, Turn, path_key
 from mas_jax.models.tokenizer import Tokenizes
 from mas_jax.rollout import prompts
@@ -241,7 +241,7 @@ class Driver:
         try:
             generator = self.workflow(plan.task, episode.team)
             if not inspect.isgenerator(generator):
-                name = self.workflow.__name__
+                name = function_name(self.workflow)
                 raise ConfigError("workflow", name, "it must be a generator function: yield Call(...) at least once")
         except ConfigError:
             raise

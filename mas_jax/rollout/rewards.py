@@ -19,6 +19,8 @@ def assign(traces: Sequence[Trace], rewards: Sequence[Reward], roles: Collection
     for trace in traces:
         if trace.stop == "failed":
             continue
+        for turn in trace.turns:
+            turn.judged = False
         try:
             for reward in rewards:
                 _land(trace, reward, roles)
@@ -44,4 +46,5 @@ def _land(trace: Trace, reward: Reward, roles: Collection[str]) -> None:
         for turn in turns:
             turn.rewards[reward.name] = turn.rewards.get(reward.name, 0.0) + value
             turn.reward += reward.weight * value
+            turn.judged = turn.judged or reward.weight != 0
     trace.rewards[reward.name] = sum(float(v) for v in parts.values()) / len(parts)
