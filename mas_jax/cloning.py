@@ -83,11 +83,20 @@ def encode(tokenizer: Tokenizes, example: Example) -> TrainRow:
     """One conversation of a user message and a reply; the reply and its stop token are trained."""
     text = example.prompt if example.rendered else tokenizer.render([{"role": "user", "content": example.prompt}])
     prompt = tokenizer.encode(text)
-    reply = [*tokenizer.encode(example.response), tokenizer.stop_ids[0]]
+    reply = [*tokenizer.encode(example.response), end_of_turn(tokenizer)]
     tokens = np.asarray(prompt + reply, np.int32)
     sampled = np.arange(len(tokens)) >= len(prompt)
     zeros = np.zeros(len(tokens), np.float32)
     return TrainRow(example.role, tokens, sampled, 1.0, zeros, zeros, zeros, zeros)
+
+
+def end_of_turn(tokenizer: Tokenizes) -> int:
+    """The stop id that the chat template writes after a reply; a model may have others. Raises ConfigError without any."""
+    if not tokenizer.stop_ids:
+        raise ConfigError("base.path", tokenizer.stop_ids, "its files name no eos token: a reply would have no end")
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\ue000"}]
+    _, _, after = tokenizer.render(messages, generation_prompt=False).partition("\ue000")
+    return next((i for i in tokenizer.encode(after) if i in tokenizer.stop_ids), tokenizer.stop_ids[0])
 
 
 def weighted(rows: Sequence[TrainRow]) -> list[TrainRow]:

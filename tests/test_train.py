@@ -570,3 +570,12 @@ def test_a_turn_that_no_reward_applies_to_is_no_sample_of_its_group_and_not_trai
     loop.assign_credit(found, methods.METHODS["dr_grpo"])
     np.testing.assert_allclose([trace.turns[0].advantage for trace in traces], [0, -2 / 3, 1 / 3, 1 / 3])
     assert [trace.turns[0].judged for trace in traces] == [False, True, True, True]
+
+
+def test_cloning_ends_a_reply_with_the_stop_id_that_the_template_writes(tmp_path):
+    path = save_model(tmp_path / "two_stops")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.stop_ids[0] == 3
+    row = encode(tokenizer, Example("1", "a", "b"))
+    assert row.tokens[-1] == tokenizer.token_to_id("<|end|>") and row.sampled[-1]
