@@ -116,7 +116,11 @@ class LocalGroup:
 
     def _read(self) -> transformer.Params:
         wide = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
-        return hf.load(self.path, mesh=self.mesh, rules=LEARNER_RULES, dtype=wide)[1]
+        config, params = hf.load(self.path, mesh=self.mesh, rules=LEARNER_RULES, dtype=wide)
+        if config != self.config:
+            remedy = "lm_head.weight is missing though config.json says that the head is its own: tie_word_embeddings should be true"
+            raise ConfigError(f"params.{self.name}.path", self.base.path, remedy)
+        return params
 
     def _draw(self) -> transformer.Params:
         place = shardings(transformer.logical_axes(self.config), self.mesh, LEARNER_RULES)

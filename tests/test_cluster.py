@@ -310,3 +310,15 @@ def test_a_learner_on_eight_devices_goes_the_way_of_one(model):
     assert found["ask/loss"] == pytest.approx(alone["ask/loss"], abs=1e-5)
     spread.push()
     assert gap(spread, play(spread)[0]) < 1e-4
+
+
+def test_an_untied_model_without_its_head_is_refused_in_words(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    path = save_model(tmp_path / "headless", config=replace(TINY, tied=False))
+    tensors = load_file(path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    group = LocalGroup("team", Base(str(path)), make_mesh(1, 1, 1), dtype="float32", seed=0)
+    with pytest.raises(ConfigError, match=r"params\.team\.path.*lm_head\.weight is missing"):
+        group.load()
