@@ -176,6 +176,7 @@ CONFIG --help lists every field. Examples:
 
     _prepare_jax()
     from mas_jax import run_directory
+    from mas_jax.checkpoint import DamagedCheckpointError
     from mas_jax.rollout.driver import RolloutError
     from mas_jax.train import Preempted
     from mas_jax.train import train as train_team
@@ -189,7 +190,7 @@ CONFIG --help lists every field. Examples:
                 f"stopped by SIGTERM; saved. The same command goes on from here: mas-jax train {path} {' '.join(flags)}"
             )
             return 0
-        except RolloutError as error:
+        except (RolloutError, DamagedCheckpointError) as error:
             return _stopped(error)
         _summary(options.experiment, options.run_dir, path, reporter)
     return 0
@@ -270,6 +271,11 @@ def _evaluate(experiment: Experiment, out: Path) -> int:
     from mas_jax.train import load_tasks
 
     configs.validate(experiment)
+    if str(out) != "-":
+        try:
+            out.write_bytes(b"")
+        except OSError as error:
+            raise ConfigError("out", str(out), f"cannot be written ({error.strerror}); choose another") from error
     with Reporter() as reporter:
         reporter.phase("loading tasks")
         _, heldout = load_tasks(experiment)
@@ -295,7 +301,6 @@ def _evaluate(experiment: Experiment, out: Path) -> int:
         finally:
             tools.close()
     if str(out) != "-":
-        out.unlink(missing_ok=True)
         JsonLines(out).extend(graph.to_json(trace) for trace in traces)
     table = Table(title=f"{len(traces)} held-out episodes, {int(metrics['failed'])} failed")
     for column in ("measure", "mean", "95 % interval", "tasks"):

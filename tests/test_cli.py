@@ -335,3 +335,9 @@ def test_methods_are_listed_with_their_papers(capsys):
     assert run("methods", "rloo") == 0
     assert "leave_one_out" in capsys.readouterr().out
     assert run("methods", "nothing") == 2
+
+
+def test_an_evaluation_whose_traces_cannot_be_written_is_refused_before_it_is_played(capsys):
+    config = Path(__file__).parents[1] / "configs" / "quickstart.py"
+    assert cli.run(["eval", str(config), "--out", "/proc/nowhere/traces.jsonl"]) == 2
+    assert "out = '/proc/nowhere/traces.jsonl': cannot be written" in capsys.readouterr().err
