@@ -38,7 +38,7 @@ from rich.console import Console
 from mas_jax import AdamW, Base, Experiment, Loss, Mesh, Reward, Role, Rollout, Task, train
 from mas_jax import Learner as LearnerSettings
 from mas_jax.learners.packing import TrainRow, pack
-from mas_jax.learners.update import Learner, make_optimizer, on_device, policy_loss
+from mas_jax.learners.update import Compute, Learner, make_optimizer, on_device, policy_loss
 from mas_jax.mesh import make_mesh
 from mas_jax.models import hf
 from mas_jax.models.tokenizer import save_char_tokenizer
@@ -141,8 +141,8 @@ def update(theirs: transformers.PreTrainedModel, config: hf.ModelConfig, params:
         rows.append(TrainRow("role", tokens, sampled, 1.0, zeros + 1, sampled / np.float32(2000), zeros - 10, zeros))
     total = sum(len(row.tokens) for row in rows)
     mesh = make_mesh()
-    loss = lambda p, batch: policy_loss(config, Loss(), jnp.float32, True, p, batch)
-    learner = Learner(config, mesh, make_optimizer(AdamW()), loss, dtype=jnp.float32)
+    compute = Compute(jnp.float32, remat=True)
+    learner = Learner(config, mesh, make_optimizer(AdamW()), partial(policy_loss, Loss()), compute)
     batches = [on_device(batch, mesh) for batch in pack(rows, lines=4, lengths=(CONTEXT,))]
 
     def run_ours() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +38,8 @@ def clone(cloning: Cloning, directory: Path, reporter: Reporter, *, force: bool 
     sizes = cloning.mesh
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
     group = LocalGroup("base", cloning.base, mesh, dtype=cloning.learner.dtype, seed=cloning.seed)
-    loss = partial(clone_loss, group.config, group.dtype, cloning.learner.remat)
-    group.add_learner(cloning.learner, cloning.optimizer, loss)
+    group.add_learner(cloning.learner, cloning.optimizer, clone_loss)
+    reporter.say(group.attention)
     group.load()
     stream = TaskStream(examples, cloning.batch, cloning.seed)
     metrics, checkpoints = JsonLines(directory / "metrics.jsonl"), Checkpoints(directory / "checkpoints")

@@ -16,6 +16,7 @@ from mas_jax.config import AdamW, Base, ConfigError, Experiment, Rollout
 from mas_jax.config import Learner as LearnerSettings
 from mas_jax.learners.packing import TrainRow, pack, unpack
 from mas_jax.learners.update import (
+    Compute,
     Learner,
     Objective,
     State,
@@ -26,7 +27,7 @@ from mas_jax.learners.update import (
     sum_metrics,
 )
 from mas_jax.mesh import LEARNER_RULES, check_divisible, make_mesh, shardings
-from mas_jax.models import hf, tokenizer, transformer
+from mas_jax.models import attention, hf, tokenizer, transformer
 from mas_jax.rollout.driver import Completion, Request
 from mas_jax.rollout.engine import DecodeState, NativeEngine
 from mas_jax.rollout.scheduler import Scheduler, Shapes
@@ -50,7 +51,7 @@ def build_groups(experiment: Experiment, *, learn: bool = True) -> dict[str, Loc
         group = groups[name] = LocalGroup(name, e.params[name], mesh, dtype=e.learner.dtype, seed=e.seed)
         group.add_sampler(e.rollout)
         if learn and e.params[name].train:
-            loss = partial(policy_loss, group.config, e.loss, group.dtype, e.learner.remat)
+            loss = partial(policy_loss, e.loss)
             group.add_learner(e.learner, e.optimizers.get(name, AdamW()), loss, reference=e.loss.kl > 0)
     for group in groups.values():
         group.load()
@@ -92,12 +93,17 @@ class LocalGroup:
     def add_learner(
         self, settings: LearnerSettings, optimizer: AdamW, objective: Objective, *, reference: bool = False
     ) -> None:
-        """A learner of `objective(params, batch)`; with `reference` the starting weights are kept to compare with."""
+        """A learner of `objective`; with `reference` the starting weights are kept to compare with."""
         ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if settings.rows % ways:
             raise ConfigError("learner.rows", settings.rows, f"must be a multiple of mesh data x fsdp = {ways}")
         self.settings, self.optimizer_config, self._wants_reference = settings, optimizer, reference
-        self.learner = Learner(self.config, self.mesh, make_optimizer(optimizer), objective, dtype=self.dtype)
+        kernel, reason = attention.choose(
+            settings.attention, self.config, jax.default_backend(), settings.lengths, self.dtype
+        )
+        self.attention = f"params {self.name}: attention {kernel} ({reason})"
+        compute = Compute(self.dtype, settings.remat, kernel)
+        self.learner = Learner(self.config, self.mesh, make_optimizer(optimizer), objective, compute)
 
     @property
     def learns(self) -> bool:

@@ -140,6 +140,9 @@ class Learner:
     """Compute precision: float32, bfloat16, float64, or auto (float32 on CPU, else bfloat16). Weights and optimizer stay float32."""
     remat: bool = True
     """Recompute activations in the backward pass: far less memory, and on CPU faster too."""
+    attention: str = "auto"
+    """Kernel: xla (the reference), chunked (long rows), cudnn (GPU), splash (TPU), or auto: the fastest that this model, these
+    lengths and this device allow; the log names it."""
     gap_alarm: float = 0.05
     """Warn when the mean |learner - sampler| log-probability of a role exceeds this."""
 
@@ -425,6 +428,8 @@ def _check_shapes(e: Experiment) -> Iterator[ConfigError]:
         yield ConfigError("learner.lengths", learner.lengths, remedy)
     if learner.dtype not in ("auto", "float32", "bfloat16", "float64"):
         yield ConfigError("learner.dtype", learner.dtype, "use auto, float32, bfloat16 or float64")
+    if learner.attention not in ("auto", "xla", "chunked", "cudnn", "splash"):
+        yield ConfigError("learner.attention", learner.attention, "use auto, xla, chunked, cudnn or splash")
     if learner.minibatches > e.batch * e.group_size:
         remedy = f"a minibatch is whole episodes, and a step has batch x group_size = {e.batch * e.group_size}"
         yield ConfigError("learner.minibatches", learner.minibatches, remedy)

@@ -119,6 +119,9 @@ def open_run(
     )
     reporter.phase("loading models")
     groups = build_groups(experiment)
+    for group in groups.values():
+        if group.learns:
+            reporter.say(group.attention)
     tools = ToolPool(experiment.tools, workers=experiment.rollout.tool_workers, seconds=experiment.rollout.tool_seconds)
     return Run(
         experiment=experiment,

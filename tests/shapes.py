@@ -1,6 +1,9 @@
 """The one tiny model and the one set of shapes that tests use, so that they share compiled programs."""
 
-from mas_jax.models.transformer import ModelConfig
+from dataclasses import replace
+
+from mas_jax.models.rope import Rope
+from mas_jax.models.transformer import LayerKind, ModelConfig
 
 # The vocabulary holds 256 bytes and specials, and divides by 8 devices.
 TINY = ModelConfig(
@@ -24,3 +27,10 @@ CONTEXT = 128
 
 ROWS = 4
 LENGTHS = (64, 128)
+
+# Local layers whose window begins inside a chunk and ends in the next, and a layer that sees everything.
+GEMMA = replace(
+    TINY, family="gemma3", kinds=(LayerKind(Rope(1e4), CHUNK + 3), LayerKind(Rope(1e6))), pattern=(0, 1),
+    sandwich_norms=True, zero_centred_norms=True, activation="gelu_tanh", attention_scale=0.5, final_softcap=5.0,
+    scaled_embeddings=True,
+)  # fmt: skip

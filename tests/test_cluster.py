@@ -34,8 +34,7 @@ def group(model):
     """One group for all tests of this file, as they never mind how far it has been trained."""
     group = LocalGroup("team", Base(str(model)), make_mesh(1, 1, 1), dtype="float32", seed=0)
     group.add_sampler(ENGINE)
-    loss = partial(policy_loss, group.config, Loss(kl=0.1), group.dtype, False)
-    group.add_learner(LEARNER, ADAM, loss, reference=True)
+    group.add_learner(LEARNER, ADAM, partial(policy_loss, Loss(kl=0.1)), reference=True)
     group.load()
     group.push()
     return group
@@ -255,7 +254,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(model, 
 
 
 def test_weights_that_do_not_fit_the_config_are_listed(model, tmp_path):
-    path = spoilt(model, tmp_path / "deep", num_hidden_layers=3)
+    path = spoilt(model, tmp_path / "deep", num_hidden_layers=3, layer_types=None)
     with pytest.raises(ConfigError, match=r"missing model\.layers\.2\.input_layernorm\.weight"):
         build_groups(parity_team(path))
 

@@ -24,7 +24,15 @@ from mas_jax.models import transformer
 from mas_jax.models.transformer import ModelConfig, Params
 
 Metrics = dict[str, Float[Array, ""]]
-Objective = Callable[[Params, "Batch"], tuple[Float[Array, ""], Metrics]]
+Objective = Callable[[ModelConfig, "Compute", Params, "Batch"], tuple[Float[Array, ""], Metrics]]
+
+
+class Compute(NamedTuple):
+    """How the learner runs a model: precision, whether layers are recomputed backwards, and which of attention.KERNELS."""
+
+    dtype: jnp.dtype
+    remat: bool = False
+    kernel: str = "xla"
 
 
 class Batch(NamedTuple):
@@ -55,27 +63,27 @@ def on_device(batch: MicroBatch, mesh: Mesh) -> Batch:
 
 
 def aligned_logprobs(
-    config: ModelConfig, params: Params, batch: Batch, *, dtype: jnp.dtype, remat: bool = False
+    config: ModelConfig, compute: Compute, params: Params, batch: Batch
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each sampled token at its own index, and the entropy it was drawn from; 0 elsewhere.
 
     The shift by one is here and nowhere else: the hidden state at t speaks of token t + 1.
     """
-    hidden = transformer.forward(
-        config, params, batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=remat
-    )
+    hidden = transformer.forward(config, params, batch.tokens, batch.positions, batch.segments, **compute._asdict())
     same = batch.segments[:, 1:] == batch.segments[:, :-1]
     targets = jnp.where(batch.sampled[:, 1:] & same, batch.tokens[:, 1:], -1)
-    values = transformer.token_logprobs(config, params, hidden[:, :-1], targets, batch.temperature[:, 1:], dtype=dtype)
+    values = transformer.token_logprobs(
+        config, params, hidden[:, :-1], targets, batch.temperature[:, 1:], dtype=compute.dtype
+    )
     logprobs, entropy = (jnp.pad(value, ((0, 0), (1, 0))) for value in values)
     return logprobs, entropy
 
 
 def policy_loss(
-    config: ModelConfig, loss: Loss, dtype: jnp.dtype, remat: bool, params: Params, batch: Batch
+    loss: Loss, config: ModelConfig, compute: Compute, params: Params, batch: Batch
 ) -> tuple[Float[Array, ""], Metrics]:
     """Weighted sum of the clipped surrogate, the KL term and the entropy bonus."""
-    logprobs, entropy = aligned_logprobs(config, params, batch, dtype=dtype, remat=remat)
+    logprobs, entropy = aligned_logprobs(config, compute, params, batch)
     mask = batch.sampled & (batch.weight > 0)
     weight = jnp.where(mask, batch.weight, 0)
     advantage = jnp.where(mask, batch.advantage, 0)
@@ -101,11 +109,9 @@ def policy_loss(
     return (weight * total).sum(), {name: value.astype(weight.dtype) for name, value in metrics.items()}
 
 
-def clone_loss(
-    config: ModelConfig, dtype: jnp.dtype, remat: bool, params: Params, batch: Batch
-) -> tuple[Float[Array, ""], Metrics]:
+def clone_loss(config: ModelConfig, compute: Compute, params: Params, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
     """Behaviour cloning: weighted sum of -log p of the given tokens."""
-    logprobs, _ = aligned_logprobs(config, params, batch, dtype=dtype, remat=remat)
+    logprobs, _ = aligned_logprobs(config, compute, params, batch)
     mask = batch.sampled & (batch.weight > 0)
     nll = -jnp.where(mask, logprobs, 0)
     metrics = {"tokens": mask.sum(), "nll": nll.sum()}
@@ -132,7 +138,7 @@ def learning_rate(config: AdamW, updates: Int[Array, ""] | int) -> Float[Array, 
 class Learner:
     """Compiled functions of one model shape: `score`, `accumulate`, `apply` and the little ones between.
 
-    `objective(params, batch) -> (loss, metrics)` is what `accumulate` differentiates.
+    `objective(config, compute, params, batch) -> (loss, metrics)` is what `accumulate` differentiates.
     """
 
     def __init__(
@@ -141,15 +147,15 @@ class Learner:
         mesh: Mesh,
         optimizer: optax.GradientTransformation,
         objective: Objective,
-        *,
-        dtype: jnp.dtype,
+        compute: Compute,
     ) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.compute = config, mesh, compute
+        objective = partial(objective, config, compute)
         self.param_shardings = shardings(transformer.logical_axes(config), mesh, LEARNER_RULES)
         self.state_shardings = self._state_shardings(optimizer)
         whole, grads = NamedSharding(mesh, PartitionSpec()), self.param_shardings
         rows = batch_sharding(mesh, 2)
-        self._score = jax.jit(partial(aligned_logprobs, config, dtype=dtype), out_shardings=(rows, rows))
+        self._score = jax.jit(partial(aligned_logprobs, config, compute), out_shardings=(rows, rows))
         self._accumulate = jax.jit(partial(_accumulate, objective), donate_argnums=0, out_shardings=(grads, whole))
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=0, out_shardings=(self.state_shardings, whole))
         self._init = jax.jit(partial(_init, optimizer), donate_argnums=0, out_shardings=self.state_shardings)
@@ -209,7 +215,7 @@ def _init(optimizer: optax.GradientTransformation, params: Params) -> State:
     return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def _accumulate(objective: Objective, grads: Params, params: Params, batch: Batch) -> tuple[Params, Metrics]:
+def _accumulate(objective: Callable, grads: Params, params: Params, batch: Batch) -> tuple[Params, Metrics]:
     (loss, metrics), new = jax.value_and_grad(objective, has_aux=True)(params, batch)
     return _add(grads, new), metrics | {"loss": loss}
 

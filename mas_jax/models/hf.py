@@ -1,58 +1,80 @@
 """Hugging Face directories in and out: safetensors straight to sharded device arrays, and back."""
 
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mas_jax.config import ConfigError
 from mas_jax.mesh import LEARNER_RULES, Rules, check_divisible, shardings
+from mas_jax.models import families
 from mas_jax.models.transformer import ModelConfig, Params, abstract, logical_axes
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+FLOATS = ("F32", "BF16", "F16", "F64")  # as safetensors calls them
 PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """How one of our arrays is named and shaped in a checkpoint; `inner` axes of ours are the columns of a matrix."""
+    """How one of our arrays is named and shaped in a checkpoint.
+
+    A matrix is [*in, *out] here, with `inner` axes in, and [out, in] there; a `flat` array has one axis there.
+    """
 
     name: str
     inner: int = 0
-    transposed: bool = True
+    flat: bool = False
 
     def theirs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The checkpoint's shape for ours; a Linear is [out, in] there and [*in, *out] here."""
+        """The checkpoint's shape for ours."""
+        if self.flat:
+            return (math.prod(shape),)
+        return (math.prod(shape[self.inner :]), math.prod(shape[: self.inner])) if self.inner else shape
+
+    def span(self, index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """The part of the checkpoint's array that holds ours[index]."""
+        if self.flat:
+            return (_span(index, shape),)
         if not self.inner:
-            return shape
-        matrix = (int(np.prod(shape[: self.inner])), int(np.prod(shape[self.inner :])))
-        return matrix[::-1] if self.transposed else matrix
+            return index
+        cut = self.inner
+        return _span(index[cut:], shape[cut:]), _span(index[:cut], shape[:cut])
 
     def read(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Our array, of `shape`, from the checkpoint's."""
-        return (array.T if self.inner and self.transposed else array).reshape(shape)
+        """Our array (or part of one), of `shape`, from the checkpoint's."""
+        return (array.T if self.inner else array).reshape(shape)
 
     def write(self, array: np.ndarray) -> np.ndarray:
         """The checkpoint's array from ours."""
-        if not self.inner:
-            return array
-        matrix = array.reshape(int(np.prod(array.shape[: self.inner])), -1)
-        return matrix.T if self.transposed else matrix
+        theirs = self.theirs(array.shape)
+        return array.reshape(theirs[::-1]).T if self.inner else array.reshape(theirs)
+
+
+def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+    """Where ours[index] lies in the flattened axes; only the first of several axes can be cut."""
+    for cut, size in zip(index[1:], shape[1:], strict=True):
+        if cut.indices(size)[:2] != (0, size):
+            raise ConfigError("rules", index, "shard heads, not head_dim: its part of a checkpoint is not in one piece")
+    start, stop, _ = index[0].indices(shape[0])
+    rest = math.prod(shape[1:])
+    return slice(start * rest, stop * rest)
 
 
 _ENDS = {
@@ -67,25 +89,37 @@ _LAYER = {
     "attention/k": _Tensor("self_attn.k_proj.weight", inner=1),
     "attention/v": _Tensor("self_attn.v_proj.weight", inner=1),
     "attention/o": _Tensor("self_attn.o_proj.weight", inner=2),
+    "attention/q_bias": _Tensor("self_attn.q_proj.bias", flat=True),
+    "attention/k_bias": _Tensor("self_attn.k_proj.bias", flat=True),
+    "attention/v_bias": _Tensor("self_attn.v_proj.bias", flat=True),
+    "attention/o_bias": _Tensor("self_attn.o_proj.bias"),
     "attention/q_norm": _Tensor("self_attn.q_norm.weight"),
     "attention/k_norm": _Tensor("self_attn.k_norm.weight"),
     "mlp/gate": _Tensor("mlp.gate_proj.weight", inner=1),
     "mlp/up": _Tensor("mlp.up_proj.weight", inner=1),
     "mlp/down": _Tensor("mlp.down_proj.weight", inner=1),
+    "mlp/gate_bias": _Tensor("mlp.gate_proj.bias"),
+    "mlp/up_bias": _Tensor("mlp.up_proj.bias"),
+    "mlp/down_bias": _Tensor("mlp.down_proj.bias"),
 }
-
-
-def _layer_name(layer: int, tensor: _Tensor) -> str:
-    return f"model.layers.{layer}.{tensor.name}"
+# With norms on both sides of a block, the name of its input norm goes to the norm of what attention adds.
+_SANDWICH_LAYER = _LAYER | {
+    "attention_post_norm": _Tensor("post_attention_layernorm.weight"),
+    "mlp_norm": _Tensor("pre_feedforward_layernorm.weight"),
+    "mlp_post_norm": _Tensor("post_feedforward_layernorm.weight"),
+}
 
 
 def _key(path: tuple[jax.tree_util.DictKey, ...]) -> str:
     return "/".join(part.key for part in path)
 
 
-def _tensor(key: str) -> tuple[_Tensor, bool]:
-    """What one of our keys is called in a checkpoint, and whether there is one for each layer."""
-    return (_LAYER[key.removeprefix("layers/")], True) if key.startswith("layers/") else (_ENDS[key], False)
+def _tensors(config: ModelConfig) -> dict[str, _Tensor]:
+    """What each of our keys is called in a checkpoint; "{}" stands for the number of the layer."""
+    layer = _SANDWICH_LAYER if config.sandwich_norms else _LAYER
+    return _ENDS | {
+        f"layers/{key}": replace(tensor, name=f"model.layers.{{}}.{tensor.name}") for key, tensor in layer.items()
+    }
 
 
 def resolve(path_or_id: PathLike) -> Path:
@@ -115,59 +149,18 @@ def _json(path: Path) -> dict[str, object]:
     return json.loads(path.read_text())
 
 
-def _refuse_variants(raw: Mapping[str, object], rotary: Mapping[str, object]) -> None:
-    """Raise ConfigError for the settings that change the arithmetic and that this decoder does not have."""
-    unset = {
-        "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "quantization_config": None,
-        "hidden_act": "silu",
-    }  # fmt: skip
-    for name, plain in unset.items():
-        value = raw.get(name)
-        if value is not None and value != plain:
-            raise ConfigError(f"config.json {name}", value, f"only {plain!r} is supported")
-    scaling = raw.get("rope_scaling")
-    kind = rotary.get("rope_type", "default")
-    if scaling is not None and (not isinstance(scaling, dict) or scaling.get("rope_type", "scaled") != "default"):
-        raise ConfigError("config.json rope_scaling", scaling, "use a model without scaled rotary positions")
-    if kind != "default":
-        raise ConfigError("config.json rope_parameters", dict(rotary), "use a model without scaled rotary positions")
-    if rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("config.json rope_parameters", dict(rotary), "only rotary positions over the whole head work")
-    kinds = raw.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
-        raise ConfigError("config.json layer_types", sorted(set(kinds)), "only full_attention is supported")
-
-
 def read_config(path: PathLike) -> ModelConfig:
     """The ModelConfig of a Hugging Face directory; ConfigError for an architecture or a variant we do not compute."""
-    raw = _json(Path(path) / "config.json")
-    architectures = raw.get("architectures") or [None]
-    family = ARCHITECTURES.get(architectures[0])
-    if family is None:
-        raise ConfigError("config.json architectures", architectures, f"use one of {sorted(ARCHITECTURES)}")
-    # transformers 5 moved rope_theta and rope_scaling into one dict.
-    rotary = raw.get("rope_parameters") or {}
-    _refuse_variants(raw, rotary)
-    needed = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-    for name in needed:
-        if not isinstance(raw.get(name), int):
-            raise ConfigError(f"config.json {name}", raw.get(name), "must be a number")
-    vocab, layers, width, heads, mlp = (raw[name] for name in needed)
-    # What each family's config class assumes where the file is silent.
-    kv_heads = raw.get("num_key_value_heads") or (heads if family == "llama" else 32)
-    head_dim = raw.get("head_dim") or (width // heads if family == "llama" else 128)
-    return ModelConfig(
-        family=family, vocab=vocab, layers=layers, width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        mlp=mlp, rope_theta=float(raw.get("rope_theta") or rotary.get("rope_theta") or 10000.0),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)), tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3", max_positions=int(raw.get("max_position_embeddings", 4096)),
-    )  # fmt: skip
+    return families.read(_json(Path(path) / "config.json"))
 
 
 class _Checkpoint:
-    """The safetensors files of a directory as one mapping from name to tensor, read when asked for."""
+    """The safetensors files of a directory as one mapping from name to tensor, read when asked for.
 
-    def __init__(self, path: Path) -> None:
+    Of a vision-language model only the language model is seen, under the names it would have alone.
+    """
+
+    def __init__(self, path: Path, architecture: str) -> None:
         index = path / "model.safetensors.index.json"
         if index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -182,33 +175,54 @@ class _Checkpoint:
             opened = [safe_open(path / name, framework="numpy") for name in files]
         except SafetensorError as error:
             raise ConfigError("path", str(path), f"unreadable ({error}): download the model again") from error
-        self._of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no iterator on safe_open)
+        stored = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no iterator on safe_open)
+        self._of = {name: (file, name) for name, file in stored.items()}
+        if architecture in families.TEXT_TOWERS:
+            self._of = {
+                alone: (file, name) for name, file in stored.items() if (alone := _in_text_tower(name)) is not None
+            }
 
     def names(self) -> set[str]:
         return set(self._of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._of[name].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str) -> np.ndarray:
-        return self._of[name].get_tensor(name)
+    def kind(self, name: str) -> str:
+        return self._slice(name).get_dtype()
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        return self._slice(name)[part]
+
+    def _slice(self, name: str) -> object:
+        file, stored = self._of[name]
+        return file.get_slice(stored)
+
+
+def _in_text_tower(name: str) -> str | None:
+    """What a tensor of a vision-language model is called in its language model; None for the rest."""
+    if name.startswith("language_model."):
+        return name.removeprefix("language_model.")
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name if name.startswith("lm_head.") else None
 
 
 def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint of this model must hold, with the shape it must have."""
-    expected = {}
+    expected, tensors = {}, _tensors(config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract(config)):
-        tensor, layered = _tensor(_key(path))
-        if layered:
+        tensor = tensors[_key(path)]
+        if _key(path).startswith("layers/"):
             shape = tensor.theirs(leaf.shape[1:])
-            expected |= {_layer_name(layer, tensor): shape for layer in range(config.layers)}
+            expected |= {tensor.name.format(layer): shape for layer in range(config.layers)}
         else:
             expected[tensor.name] = tensor.theirs(leaf.shape)
     return expected
 
 
-def _check_names(path: Path, config: ModelConfig, checkpoint: _Checkpoint) -> None:
-    """Raise one ConfigError that lists the missing, left-over and mis-shaped tensors."""
+def _check_tensors(path: Path, config: ModelConfig, checkpoint: _Checkpoint) -> None:
+    """Raise one ConfigError that lists the missing, left-over, mis-shaped and quantized tensors."""
     expected, found = _expected(config), checkpoint.names()
     # Tied models often carry a copy of the head, and old Llama exports a table of rotary frequencies: both are derived.
     derived = {name for name in found if name.endswith("rotary_emb.inv_freq")}
@@ -220,43 +234,54 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: _Checkpoint) -> No
             problems.append(f"{name} has shape {list(shape)}, config.json gives {list(expected[name])}")
     if problems:
         raise ConfigError("path", str(path), "the weights do not fit config.json: " + "; ".join(problems))
+    narrow = {name: kind for name in sorted(expected) if (kind := checkpoint.kind(name)) not in FLOATS}
+    if narrow:
+        name, kind = next(iter(narrow.items()))
+        remedy = (
+            f"{len(narrow)} tensors are quantized ({name} is {kind}): give a checkpoint in {', '.join(FLOATS)}, since "
+            f"training needs the weights themselves"
+        )
+        raise ConfigError("path", str(path), remedy)
 
 
-def _reader(checkpoint: _Checkpoint, key: str, shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """A function from the index of a device's part to that part of our array `key` of `shape`, read from the files."""
-    tensor, layered = _tensor(key)
+def _reader(
+    checkpoint: _Checkpoint, name: str, tensor: _Tensor, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """A function from the index of a device's part to that part of our array of `shape`, read from the files."""
     parts: dict[str, np.ndarray] = {}
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         # Replicas ask for the same part one after the other.
         if (asked := str(index)) not in parts:
             parts.clear()
-            if layered:
-                layers = range(shape[0])[index[0]]
-                each = (tensor.read(checkpoint.read(_layer_name(i, tensor)), shape[1:]) for i in layers)
-                parts[asked] = np.stack([layer[index[1:]].astype(dtype) for layer in each])
-            else:
-                whole = tensor.read(checkpoint.read(tensor.name), shape)
-                parts[asked] = np.ascontiguousarray(whole[index].astype(dtype))
+            found = checkpoint.read(name, tensor.span(index, shape))
+            own = tuple(len(range(size)[cut]) for cut, size in zip(index, shape, strict=True))
+            parts[asked] = np.ascontiguousarray(tensor.read(found, own).astype(dtype))
         return parts[asked]
 
     return read
 
 
+@partial(jax.jit, donate_argnums=0)
+def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+
+
 def load(
     path: PathLike, *, mesh: Mesh | None = None, rules: Rules | None = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[ModelConfig, Params]:
-    """The model of a Hugging Face directory, each array read straight to the devices that hold it, as `dtype`.
+    """The model of a Hugging Face directory, each tensor read straight to the devices that hold it, as `dtype`.
 
-    Without a mesh everything is on the first device; `rules` default to the learner's. Raises ConfigError for a model
-    we do not compute, weights that do not fit config.json (all of them listed), or a mesh that does not divide them.
+    Besides what stands on the devices, the host holds at most one tensor of the checkpoint at a time. Without a mesh
+    everything is on the first device; `rules` default to the learner's. Raises ConfigError for a model we do not
+    compute, weights that do not fit config.json (all of them listed), quantized ones, or a mesh that does not divide them.
     """
     path = Path(path)
-    config, checkpoint = read_config(path), _Checkpoint(path)
+    config, checkpoint = read_config(path), _Checkpoint(path, _architecture(path))
     if not config.tied and "lm_head.weight" not in checkpoint.names():
         config = replace(config, tied=True)
-    _check_names(path, config, checkpoint)
-    tree = abstract(config, dtype)
+    _check_tensors(path, config, checkpoint)
+    tree, tensors = abstract(config, dtype), _tensors(config)
     if mesh is None:
         one = SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda _: one, tree)
@@ -264,44 +289,77 @@ def load(
         check_divisible(config, mesh)
         places = shardings(logical_axes(config), mesh, LEARNER_RULES if rules is None else rules)
 
-    def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding):
-        read = _reader(checkpoint, _key(path), leaf.shape, np.dtype(leaf.dtype))
-        return jax.make_array_from_callback(leaf.shape, sharding, read)
+    def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+        tensor = tensors[_key(path)]
+        read = partial(_reader, checkpoint, tensor=tensor, dtype=np.dtype(leaf.dtype))
+        if not _key(path).startswith("layers/"):
+            return jax.make_array_from_callback(leaf.shape, sharding, read(tensor.name, shape=leaf.shape))
+        shape = leaf.shape[1:]
+        own = sharding if mesh is None else NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+        stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+        for number in range(config.layers):
+            layer = jax.make_array_from_callback(shape, own, read(tensor.name.format(number), shape=shape))
+            stack = _put_layer(stack, layer, number)
+        return stack
 
     return config, jax.tree_util.tree_map_with_path(place, tree, places)
+
+
+def _architecture(path: Path) -> str:
+    return _json(path / "config.json")["architectures"][0]
 
 
 def _exported_config(config: ModelConfig, source: Path | None, dtype: str) -> dict[str, object]:
     """The config.json of an export: the source's where there is one, with what training may have changed."""
     if source is not None:
-        raw = _json(source / "config.json")
+        raw = families.text_config(_json(source / "config.json"))
         if replace(read_config(source), tied=config.tied) != config:
             raise ConfigError("source", str(source), f"is another model than the one to save: {config}")
         raw.pop("dtype", None)
     else:
-        names = {family: name for name, family in ARCHITECTURES.items()}
-        raw = {
-            "architectures": [names[config.family]], "model_type": config.family, "vocab_size": config.vocab,
-            "num_hidden_layers": config.layers, "hidden_size": config.width, "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "intermediate_size": config.mlp,
-            "rope_theta": config.rope_theta, "rms_norm_eps": config.norm_eps, "hidden_act": "silu",
-            "attention_bias": False, "max_position_embeddings": config.max_positions,
-        }  # fmt: skip
+        raw = families.write(config)
     return raw | {"torch_dtype": dtype, "tie_word_embeddings": config.tied}
 
 
-def _exported_tensors(config: ModelConfig, params: Params, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Every tensor of the export by its checkpoint name; ConfigError where params are not this model's."""
+def _exported_tensors(config: ModelConfig, params: Params) -> dict[str, Callable[[np.dtype], np.ndarray]]:
+    """For every tensor of the export, by its checkpoint name, what fetches it; ConfigError where params are not this model's."""
     shapes = jax.tree.map(lambda leaf: leaf.shape, abstract(config), is_leaf=lambda leaf: hasattr(leaf, "shape"))
     if jax.tree.map(np.shape, params) != shapes:
         raise ConfigError("params", jax.tree.map(np.shape, params), f"must have the stacked shapes {shapes}")
-    tensors = {}
+    tensors, fetch = _tensors(config), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        tensor, layered = _tensor(_key(path))
-        array = np.asarray(leaf).astype(dtype)
-        named = {_layer_name(i, tensor): part for i, part in enumerate(array)} if layered else {tensor.name: array}
-        tensors |= {name: np.ascontiguousarray(tensor.write(part)) for name, part in named.items()}
-    return tensors
+        tensor = tensors[_key(path)]
+        if _key(path).startswith("layers/"):
+            fetch |= {tensor.name.format(i): partial(_fetch, tensor, leaf, i) for i in range(config.layers)}
+        else:
+            fetch[tensor.name] = partial(_fetch, tensor, leaf, None)
+    return fetch
+
+
+def _fetch(tensor: _Tensor, leaf: jax.Array, layer: int | None, dtype: np.dtype) -> np.ndarray:
+    array = np.asarray(leaf if layer is None else leaf[layer]).astype(dtype)
+    return np.ascontiguousarray(tensor.write(array))
+
+
+def _write_weights(
+    target: Path, config: ModelConfig, fetch: dict[str, Callable[[np.dtype], np.ndarray]], dtype: np.dtype, limit: int
+) -> None:
+    """model.safetensors, or numbered files of at most `limit` bytes (or one tensor) with their index."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in _expected(config).items()}
+    files: list[list[str]] = [[]]
+    for name in sizes:
+        if files[-1] and sum(sizes[held] for held in files[-1]) + sizes[name] > limit:
+            files.append([])
+        files[-1].append(name)
+    count, weight_map = len(files), {}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        save_file({name: fetch[name](dtype) for name in names}, target / file, metadata={"format": "pt"})
+        (target / file).chmod(0o644)  # safetensors makes private files, and an export is for others to read
+        weight_map |= dict.fromkeys(names, file)
+    if count > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_side_files(target: Path, config: dict[str, object], source: Path | None) -> None:
@@ -322,27 +380,32 @@ def _write_side_files(target: Path, config: dict[str, object], source: Path | No
 
 
 def save(
-    path: PathLike, config: ModelConfig, params: Params, *, source: PathLike | None = None, dtype: str = "float32"
+    path: PathLike,
+    config: ModelConfig,
+    params: Params,
+    *,
+    source: PathLike | None = None,
+    dtype: str = "float32",
+    shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write stacked params as a Hugging Face directory that transformers and vLLM read, in one rename.
 
     `source` is the directory the model came from: its config.json is kept but for what changed, its tokenizer copied.
-    Raises ConfigError for a dtype other than float32, bfloat16 or float16, and for params or a source not of `config`.
+    Weights beyond `shard_bytes` go to several files with an index; the host holds one of them at a time. Raises
+    ConfigError for a dtype other than float32, bfloat16 or float16, and for params or a source not of `config`.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError("dtype", dtype, "use float32, bfloat16 or float16")
     path, origin = Path(path), None if source is None else Path(source)
     settings = _exported_config(config, origin, dtype)
-    tensors = _exported_tensors(config, params, np.dtype(jnp.dtype(dtype)))
+    fetch = _exported_tensors(config, params)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        # mkdtemp and safetensors make private files; an export is for others to read.
-        work.chmod(0o755)
+        work.chmod(0o755)  # mkdtemp makes private directories
         target = work / "new"
         target.mkdir()
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        (target / "model.safetensors").chmod(0o644)
+        _write_weights(target, config, fetch, np.dtype(jnp.dtype(dtype)), shard_bytes)
         _write_side_files(target, settings, origin)
         if path.exists():
             path.rename(work / "old")

@@ -1,8 +1,12 @@
-"""One decoder for the Qwen3 and Llama families: NNX modules inside, plain trees of arrays outside."""
+"""One decoder for every family: NNX modules inside, plain trees of arrays outside.
+
+It knows features (biases, windows, soft caps, ...), not families: which family has which is `models/families.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as memoize
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,19 +17,33 @@ from jaxtyping import Array, Float, Int, Key
 
 from mas_jax.config import ConfigError
 from mas_jax.mesh import constrain_batch
-from mas_jax.models.attention import attend
+from mas_jax.models.attention import attend, self_attend
+from mas_jax.models.rope import Angles, Rope, rotary_angles, rotate
 
-FAMILIES = ("qwen3", "llama")
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+# 128 MiB in float32. Backwards several arrays of that size stand at once, and with a vocabulary of 262,144 that is 128 tokens.
+LOGITS_AT_ONCE = 2**25
 
 # Nested dicts (lists, once unstacked) of arrays, or of what stands for them: shapes, shardings, axis names.
 Params = dict[str, Any]
 Cache = dict[str, list[Array]]
-Rope = tuple[Float[Array, "B T H"], Float[Array, "B T H"]]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer sees positions: its rotary embedding (None: none), and how many keys back it attends (0: all)."""
+
+    rope: Rope | None = Rope()
+    window: int = 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder; ConfigError where it is one that no family has."""
+    """The shape and the features of a decoder; ConfigError where they contradict each other."""
 
     family: str
     vocab: int
@@ -35,32 +53,71 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     mlp: int
-    rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     tied: bool = True
-    qk_norm: bool = False
     max_positions: int = 4096
+    kinds: tuple[LayerKind, ...] = (LayerKind(),)
+    """The kinds of layer that the model mixes."""
+    pattern: tuple[int, ...] = ()
+    """For each layer the index of its kind; empty where there is only one."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Normalise each head's queries and keys before they are rotated."""
+    sandwich_norms: bool = False
+    """Normalise also what attention and the feed-forward block add to the residual stream."""
+    zero_centred_norms: bool = False
+    """A norm multiplies by 1 + its weight, in float32."""
+    activation: str = "silu"
+    attention_scale: float | None = None
+    """What logits of attention are multiplied by; None: head_dim ** -0.5."""
+    attention_softcap: float = 0.0
+    """Squash logits of attention x to cap * tanh(x / cap); 0: leave them."""
+    final_softcap: float = 0.0
+    """The same for the logits over the vocabulary."""
+    scaled_embeddings: bool = False
+    """Multiply embeddings by width ** 0.5, rounded to the precision of compute."""
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError("model.family", self.family, f"use one of {FAMILIES}")
+        for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "mlp", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}", getattr(self, name), "must be positive")
         if self.heads % self.kv_heads:
             raise ConfigError("model.kv_heads", self.kv_heads, f"must divide heads = {self.heads}")
         if self.head_dim % 2:
             raise ConfigError("model.head_dim", self.head_dim, "rotary positions need an even head width")
-        if self.qk_norm != (self.family == "qwen3"):
-            raise ConfigError("model.qk_norm", self.qk_norm, "True for qwen3 and only for qwen3")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError("model.activation", self.activation, f"use one of {sorted(ACTIVATIONS)}")
+        if any(kind.window < 0 for kind in self.kinds):
+            raise ConfigError("model.kinds", self.kinds, "a window is a number of keys, or 0 for all")
+        named = self.pattern or (0,) * self.layers
+        if len(named) != self.layers or not set(named) <= set(range(len(self.kinds))):
+            remedy = f"give for each of {self.layers} layers an index into the {len(self.kinds)} kinds"
+            raise ConfigError("model.pattern", self.pattern, remedy)
+
+    @property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """For each layer the index of its kind."""
+        return self.pattern or (0,) * self.layers
 
 
 def _weight(key: Key[Array, ""], shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param:
     return nnx.Param(0.02 * jax.random.truncated_normal(key, -3, 3, shape, dtype), axes=axes)
 
 
-def _ones(size: int, axis: str, dtype: DTypeLike) -> nnx.Param:
-    return nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
+def _bias(wanted: bool, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param | None:
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes) if wanted else None
 
 
-def project(x: Float[Array, "..."], weight: nnx.Param, inner: int = 1) -> Float[Array, "..."]:
+def _norm(config: ModelConfig, size: int, axis: str, dtype: DTypeLike) -> nnx.Param:
+    fill = jnp.zeros if config.zero_centred_norms else jnp.ones
+    return nnx.Param(fill((size,), dtype), axes=(axis,))
+
+
+def project(
+    x: Float[Array, "..."], weight: nnx.Param, bias: nnx.Param | None = None, inner: int = 1
+) -> Float[Array, "..."]:
     """x [B, T, *in] times weight [*in, *out] over the first `inner` axes of the weight, as one 2-D matrix product.
 
     XLA's CPU backend transposes the operands of any other contraction, backwards most of all.
@@ -70,31 +127,17 @@ def project(x: Float[Array, "..."], weight: nnx.Param, inner: int = 1) -> Float[
     width = 1
     for size in w.shape[:inner]:
         width *= size
-    return (x.reshape(-1, width) @ w.reshape(width, -1)).reshape(*rows, *outer)
+    out = (x.reshape(-1, width) @ w.reshape(width, -1)).reshape(*rows, *outer)
+    return out if bias is None else out + jnp.broadcast_to(bias[...].astype(x.dtype), out.shape)
 
 
-def rms_norm(x: Float[Array, "*R D"], scale: nnx.Param, eps: float) -> Float[Array, "*R D"]:
-    """x over its root mean square, computed in float32 or wider, times scale."""
+def rms_norm(config: ModelConfig, x: Float[Array, "*R D"], scale: nnx.Param) -> Float[Array, "*R D"]:
+    """x over its root mean square, computed in float32 or wider, times scale (1 + scale, where norms are zero-centred)."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    if config.zero_centred_norms:
+        return (normed * (1 + jnp.broadcast_to(scale[...].astype(wide.dtype), x.shape))).astype(x.dtype)
     return normed.astype(x.dtype) * jnp.broadcast_to(scale[...].astype(x.dtype), x.shape)
-
-
-def rope(config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike) -> Rope:
-    """Cosines and (first half negated) sines [B, T, H] of the rotary angles, in float32 or wider."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=wide) / config.head_dim)
-    angles = positions[:, :, None].astype(wide) * frequencies[None, None]
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-
-
-def rotate(x: Float[Array, "B T N H"], angles: Rope) -> Float[Array, "B T N H"]:
-    """x with its first and second halves turned into one another by the rotary angles (Hugging Face's layout)."""
-    cos, sin = angles
-    first, second = jnp.split(x, 2, axis=-1)
-    swapped = jnp.concatenate([second, first], axis=-1)
-    return (x * cos[:, :, None] + swapped * sin[:, :, None]).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -107,22 +150,29 @@ class Attention(nnx.Module):
         self.k = _weight(k, (width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), dtype)
         self.v = _weight(v, (width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), dtype)
         self.o = _weight(o, (heads, head_dim, width), ("heads", "head_dim", "embed"), dtype)
+        biased = config.qkv_bias
+        self.q_bias = _bias(biased, (heads, head_dim), ("heads", "head_dim"), dtype)
+        self.k_bias = _bias(biased, (kv_heads, head_dim), ("kv_heads", "head_dim"), dtype)
+        self.v_bias = _bias(biased, (kv_heads, head_dim), ("kv_heads", "head_dim"), dtype)
+        self.o_bias = _bias(config.o_bias, (width,), ("embed",), dtype)
         if config.qk_norm:
-            self.q_norm, self.k_norm = _ones(head_dim, "head_dim", dtype), _ones(head_dim, "head_dim", dtype)
+            self.q_norm = _norm(config, head_dim, "head_dim", dtype)
+            self.k_norm = _norm(config, head_dim, "head_dim", dtype)
         self.config = config
 
     def qkv(
-        self, x: Float[Array, "B T D"], angles: Rope
+        self, x: Float[Array, "B T D"], angles: Angles
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated queries and keys, and values."""
-        q, k, v = project(x, self.q), project(x, self.k), project(x, self.v)
+        q, k = project(x, self.q, self.q_bias), project(x, self.k, self.k_bias)
+        v = project(x, self.v, self.v_bias)
         if self.config.qk_norm:
-            q, k = rms_norm(q, self.q_norm, self.config.norm_eps), rms_norm(k, self.k_norm, self.config.norm_eps)
+            q, k = rms_norm(self.config, q, self.q_norm), rms_norm(self.config, k, self.k_norm)
         return rotate(q, angles), rotate(k, angles), v
 
     def out(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Heads back to the width of the residual stream."""
-        return project(mixed, self.o, inner=2)
+        return project(mixed, self.o, self.o_bias, inner=2)
 
 
 class Mlp(nnx.Module):
@@ -133,10 +183,15 @@ class Mlp(nnx.Module):
         self.gate = _weight(gate, (config.width, config.mlp), ("embed", "mlp"), dtype)
         self.up = _weight(up, (config.width, config.mlp), ("embed", "mlp"), dtype)
         self.down = _weight(down, (config.mlp, config.width), ("mlp", "embed"), dtype)
+        self.gate_bias = _bias(config.mlp_bias, (config.mlp,), ("mlp",), dtype)
+        self.up_bias = _bias(config.mlp_bias, (config.mlp,), ("mlp",), dtype)
+        self.down_bias = _bias(config.mlp_bias, (config.width,), ("embed",), dtype)
+        self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """x through the block, without the residual."""
-        return project(jax.nn.silu(project(x, self.gate)) * project(x, self.up), self.down)
+        gate = ACTIVATIONS[self.activation](project(x, self.gate, self.gate_bias))
+        return project(gate * project(x, self.up, self.up_bias), self.down, self.down_bias)
 
 
 class Layer(nnx.Module):
@@ -144,22 +199,28 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike) -> None:
         attention, mlp = jax.random.split(key)
-        self.attention_norm = _ones(config.width, "embed", dtype)
+        self.attention_norm = _norm(config, config.width, "embed", dtype)
         self.attention = Attention(config, attention, dtype)
-        self.mlp_norm = _ones(config.width, "embed", dtype)
+        self.mlp_norm = _norm(config, config.width, "embed", dtype)
         self.mlp = Mlp(config, mlp, dtype)
-        self.eps = config.norm_eps
+        if config.sandwich_norms:
+            self.attention_post_norm = _norm(config, config.width, "embed", dtype)
+            self.mlp_post_norm = _norm(config, config.width, "embed", dtype)
+        self.config = config
 
     def qkv(
-        self, h: Float[Array, "B T D"], angles: Rope
+        self, h: Float[Array, "B T D"], angles: Angles
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of the residual stream."""
-        return self.attention.qkv(rms_norm(h, self.attention_norm, self.eps), angles)
+        return self.attention.qkv(rms_norm(self.config, h, self.attention_norm), angles)
 
     def finish(self, h: Float[Array, "B T D"], mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The residual stream after this layer, given what attention mixed."""
-        h = h + self.attention.out(mixed)
-        return h + self.mlp(rms_norm(h, self.mlp_norm, self.eps))
+        config = self.config
+        added = self.attention.out(mixed)
+        h = h + (rms_norm(config, added, self.attention_post_norm) if config.sandwich_norms else added)
+        added = self.mlp(rms_norm(config, h, self.mlp_norm))
+        return h + (rms_norm(config, added, self.mlp_post_norm) if config.sandwich_norms else added)
 
 
 class Ends(nnx.Module):
@@ -168,18 +229,19 @@ class Ends(nnx.Module):
     def __init__(self, config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike) -> None:
         embed, head = jax.random.split(key)
         self.embed = _weight(embed, (config.vocab, config.width), ("vocab", "embed"), dtype)
-        self.final_norm = _ones(config.width, "embed", dtype)
+        self.final_norm = _norm(config, config.width, "embed", dtype)
         if not config.tied:
             self.lm_head = _weight(head, (config.width, config.vocab), ("embed", "vocab"), dtype)
         self.config = config
 
     def start(self, tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
         """Embeddings of the tokens."""
-        return self.embed[...][tokens].astype(dtype)
+        embedded = self.embed[...][tokens].astype(dtype)
+        return embedded * jnp.asarray(self.config.width**0.5, dtype) if self.config.scaled_embeddings else embedded
 
     def finish(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The residual stream as the head reads it."""
-        return rms_norm(h, self.final_norm, self.config.norm_eps)
+        return rms_norm(self.config, h, self.final_norm)
 
     def logits(self, hidden: Float[Array, "*R D"], dtype: DTypeLike) -> Float[Array, "*R V"]:
         """Logits in float32 or wider."""
@@ -187,6 +249,8 @@ class Ends(nnx.Module):
         x, width = hidden.astype(dtype).reshape(-1, hidden.shape[-1]), self.config.vocab
         head, axis = (self.embed, 1) if self.config.tied else (self.lm_head, 0)
         out = jax.lax.dot_general(x, head[...].astype(dtype), (((1,), (axis,)), ((), ())), preferred_element_type=wide)
+        if cap := self.config.final_softcap:
+            out = cap * jnp.tanh(out / cap)
         return out.reshape(*hidden.shape[:-1], width)
 
 
@@ -252,31 +316,67 @@ def forward(
     *,
     dtype: DTypeLike,
     remat: bool = False,
+    kernel: str = "xla",
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm; each token attends back inside its own segment, and segment 0 is padding.
 
     Padding reads zeros and gives zeros, so nothing in it (NaN included) reaches a loss or a gradient. Stacked layers
-    are scanned, unstacked ones are a loop; `remat` recomputes each layer in the backward pass.
+    are scanned, unstacked ones are a loop; `remat` recomputes each layer in the backward pass; `kernel` is one of
+    `attention.KERNELS`.
     """
     live = (segments > 0)[:, :, None]
-    causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None]
-    mask = (segments[:, :, None] == segments[:, None, :]) & live & causal
-    angles = rope(config, positions, dtype)
+    ropes, windows, seen = _by_layer(config)
+    angles = [rotary_angles(rope, config.head_dim, positions, dtype) for rope in ropes]
+    attention = [partial(_self_attend, config, kernel, window, segments) for window in windows]
     ends = _bind_ends(config, params)
     # Selected before any arithmetic, as 0 * NaN is NaN in the gradient of the weights.
     h = constrain_batch(jnp.where(live, ends.start(tokens, dtype), 0))
 
-    def layer(h: Float[Array, "B T D"], weights: Params) -> tuple[Float[Array, "B T D"], None]:
+    def layer(h: Float[Array, "B T D"], weights: Params, angles: Angles, mix: Callable) -> Float[Array, "B T D"]:
         bound = _bind(Layer, config, weights)
-        return constrain_batch(bound.finish(h, attend(*bound.qkv(h, angles), mask, finite=True))), None
+        return constrain_batch(bound.finish(h, mix(*bound.qkv(h, angles))))
 
-    step: Callable = jax.checkpoint(layer) if remat else layer
     if isinstance(params["layers"], list):
-        for weights in params["layers"]:
-            h, _ = step(h, weights)
-    else:
-        h, _ = jax.lax.scan(step, h, params["layers"])
+        for weights, (rope, window) in zip(params["layers"], seen, strict=True):
+            step = partial(layer, angles=angles[rope], mix=attention[window])
+            h = (jax.checkpoint(step) if remat else step)(h, weights)
+        return jnp.where(live, ends.finish(h), 0)
+
+    # One body for all layers: where they differ, each picks its angles and its attention by number.
+    cosines, sines = (jnp.stack(both) for both in zip(*angles, strict=True))
+
+    def scanned(h: Float[Array, "B T D"], own: tuple[Params, Array, Array]) -> tuple[Float[Array, "B T D"], None]:
+        weights, rope, window = own
+        mix = attention[0] if len(attention) == 1 else partial(jax.lax.switch, window, attention)
+        picked = angles[0] if len(angles) == 1 else (cosines[rope], sines[rope])
+        return layer(h, weights, picked, mix), None
+
+    numbers = jnp.asarray(seen, jnp.int32)
+    body: Callable = jax.checkpoint(scanned) if remat else scanned
+    h, _ = jax.lax.scan(body, h, (params["layers"], numbers[:, 0], numbers[:, 1]))
     return jnp.where(live, ends.finish(h), 0)
+
+
+def _by_layer(config: ModelConfig) -> tuple[list[Rope | None], list[int], list[tuple[int, int]]]:
+    """The distinct rotary embeddings and windows of a model, and for each layer the numbers of its own."""
+    ropes = list(dict.fromkeys(kind.rope for kind in config.kinds))
+    windows = list(dict.fromkeys(kind.window for kind in config.kinds))
+    kinds = [config.kinds[number] for number in config.kind_of_layer]
+    return ropes, windows, [(ropes.index(kind.rope), windows.index(kind.window)) for kind in kinds]
+
+
+def _self_attend(
+    config: ModelConfig,
+    kernel: str,
+    window: int,
+    segments: Int[Array, "B T"],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+) -> Float[Array, "B T N H"]:
+    return self_attend(
+        q, k, v, segments, scale=config.attention_scale, window=window, softcap=config.attention_softcap, kernel=kernel
+    )
 
 
 def init_cache(config: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> Cache:
@@ -307,26 +407,31 @@ def forward_cached(
 ) -> tuple[Float[Array, "B c D"], Cache, Cache]:
     """Hidden states of c tokens at positions start..start+c-1, the cache with them written in, and what was written.
 
-    `params` are unstacked. A query at position p attends the cache positions up to p; the caller keeps start + c within
-    the cache, whose contents must be finite everywhere.
+    `params` are unstacked. A query at position p attends the cache positions up to p (from p - window + 1, where the
+    layer has one); the caller keeps start + c within the cache, whose contents must be finite everywhere.
     """
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
     slots = jnp.arange(cache["k"][0].shape[1], dtype=start.dtype)
-    mask = slots[None, None] <= positions[:, :, None]
-    angles = rope(config, positions, dtype)
+    ropes, windows, seen = _by_layer(config)
+    angles = [rotary_angles(rope, config.head_dim, positions, dtype) for rope in ropes]
+    past = slots[None, None] <= positions[:, :, None]
+    masks = [past & (slots[None, None] > positions[:, :, None] - w) if w else past for w in windows]
     ends = _bind_ends(config, params)
     h = ends.start(tokens, dtype)
     filled: Cache = {"k": [], "v": []}
     chunk: Cache = {"k": [], "v": []}
-    for weights, old_k, old_v in zip(params["layers"], cache["k"], cache["v"], strict=True):
+    for weights, old_k, old_v, (rope, window) in zip(params["layers"], cache["k"], cache["v"], seen, strict=True):
         bound = _bind(Layer, config, weights)
-        q, k, v = bound.qkv(h, angles)
+        q, k, v = bound.qkv(h, angles[rope])
         chunk["k"].append(k.astype(old_k.dtype))
         chunk["v"].append(v.astype(old_v.dtype))
         filled["k"].append(_write(old_k, k, start))
         filled["v"].append(_write(old_v, v, start))
         keys, values = filled["k"][-1].astype(dtype), filled["v"][-1].astype(dtype)
-        h = bound.finish(h, attend(q, keys, values, mask, finite=True))
+        mixed = attend(
+            q, keys, values, masks[window], scale=config.attention_scale, softcap=config.attention_softcap, finite=True
+        )
+        h = bound.finish(h, mixed)
     return ends.finish(h), filled, chunk
 
 
@@ -345,13 +450,16 @@ def token_logprobs(
     temperature: Float[Array, "B T"],
     *,
     dtype: DTypeLike,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target under softmax(logits / temperature) at its own index, and that softmax's entropy.
 
-    Logits stand for about `chunk` tokens at a time and are recomputed backwards. A negative target asks nothing: it
-    gets zeros, and neither its hidden state nor its temperature is read.
+    Logits stand for about `chunk` tokens at a time (None: for LOGITS_AT_ONCE on each device) and are recomputed
+    backwards. A negative target asks nothing: it gets zeros, and neither its hidden state nor its temperature is read.
     """
+    if chunk is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        chunk = max(64, LOGITS_AT_ONCE // config.vocab) * (1 if mesh.empty else mesh.size)
     asked = targets >= 0
     hidden = jnp.where(asked[:, :, None], hidden, 0)
     temperature = jnp.where(asked, temperature, 1).astype(jnp.promote_types(dtype, jnp.float32))

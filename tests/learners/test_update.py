@@ -14,6 +14,7 @@ from mas_jax.learners import credit, methods
 from mas_jax.learners.losses import KL, ppo_clip, safe_log_ratio
 from mas_jax.learners.packing import MicroBatch, TrainRow, pack, unpack
 from mas_jax.learners.update import (
+    Compute,
     Learner,
     clone_loss,
     learning_rate,
@@ -35,8 +36,8 @@ def weights(dtype):
 
 
 def learner(dtype, mesh=(1, 1, 1), remat=False):
-    objective = partial(policy_loss, TINY, LOSS, jnp.dtype(dtype), remat)
-    return Learner(TINY, make_mesh(*mesh), make_optimizer(AdamW(lr=1e-2)), objective, dtype=jnp.dtype(dtype))
+    compute = Compute(jnp.dtype(dtype), remat)
+    return Learner(TINY, make_mesh(*mesh), make_optimizer(AdamW(lr=1e-2)), partial(policy_loss, LOSS), compute)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def gradient(learner, batches):
 
 
 def learner_dtype(learner):
-    return learner._score.__wrapped__.keywords["dtype"]
+    return learner.compute.dtype
 
 
 def each_alone(rows, lines=1, length=SHORT):
@@ -327,8 +328,8 @@ def test_a_policy_loss_by_hand_from_the_logprobs(narrow):
 
 def test_cloning_is_the_weighted_negative_log_probability_and_its_gradient_falls_along_it():
     with jax.enable_x64(True):
-        objective = partial(clone_loss, TINY, jnp.dtype("float64"), False)
-        cloner = Learner(TINY, make_mesh(1, 1, 1), make_optimizer(AdamW()), objective, dtype=jnp.dtype("float64"))
+        compute = Compute(jnp.dtype("float64"))
+        cloner = Learner(TINY, make_mesh(1, 1, 1), make_optimizer(AdamW()), clone_loss, compute)
         batches = pack(make_rows(4), lines=ROWS, lengths=(SHORT,))
         loss, grads = gradient(cloner, batches)
         params = weights(jnp.float64)

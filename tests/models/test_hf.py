@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from shapes import TINY
+from shapes import GEMMA, TINY
 
 from mas_jax.config import ConfigError
 from mas_jax.mesh import ROLLOUT_RULES, make_mesh
@@ -132,30 +132,84 @@ def test_an_absent_head_means_tied_and_the_export_says_so(tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("llama_tied", {"architectures": ["GPT2LMHeadModel"]}, "architectures = .*GPT2.*: use one of .*LlamaFor"),
-        ("llama_tied", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling = "),
-        ("llama_tied", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters = "),
-        ("llama_tied", {"attention_bias": True}, "attention_bias = True: only False"),
-        ("llama_tied", {"mlp_bias": True}, "mlp_bias = True"),
-        ("llama_tied", {"hidden_act": "gelu"}, "hidden_act = 'gelu': only 'silu'"),
-        ("qwen3_tied", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("qwen3_tied", {"quantization_config": {"bits": 4}}, "quantization_config = "),
-        ("qwen3_tied", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
-        ("qwen3_tied", {"hidden_size": None}, "hidden_size = None: must be a number"),
-    ],
-)
-def test_a_model_we_do_not_compute_is_refused_in_words(name, settings, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        hf.read_config(copy(tmp_path, name, **settings))
+def test_a_model_we_do_not_compute_is_refused_in_words(tmp_path):
+    with pytest.raises(ConfigError, match="architectures = .*GPT2.*: use one of .*LlamaFor"):
+        hf.load(copy(tmp_path, "llama_tied", architectures=["GPT2LMHeadModel"]))
 
 
-def test_the_rotary_base_is_read_where_either_version_of_transformers_writes_it(tmp_path):
-    new = copy(tmp_path / "new", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    old = copy(tmp_path / "old", rope_parameters=None, rope_theta=5e5)
-    assert hf.read_config(new).rope_theta == hf.read_config(old).rope_theta == 5e5
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_quantized_weights_are_refused_by_name_and_kind(kind, tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    narrow = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}[kind]
+    path = copy(tmp_path, change=lambda t: t | {name: t[name].astype(jnp.dtype(kind))})
+    with pytest.raises(
+        ConfigError, match=rf"1 tensors are quantized \({name} is {narrow}\): give a checkpoint in F32, BF16"
+    ):
+        hf.load(path)
+
+
+def test_a_checkpoint_in_float64_loads_as_float32(tmp_path):
+    path = copy(tmp_path, change=lambda tensors: {name: x.astype(np.float64) for name, x in tensors.items()})
+    same(hf.load(path)[1], hf.load(GOLDENS / "qwen3_tied")[1])
+
+
+def test_the_language_model_inside_a_vision_model_loads_and_exports_as_a_text_model(tmp_path):
+    alone = tmp_path / "alone"
+    hf.save(alone, GEMMA, transformer.init(GEMMA, jax.random.key(0)))
+    raw = json.loads((alone / "config.json").read_text())
+    for prefix in ("language_model.model.", "model.language_model."):
+        path = tmp_path / prefix
+        shutil.copytree(alone, path)
+        tensors = load_file(alone / "model.safetensors")
+        held = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
+        held["vision_tower.patch.weight"] = held["multi_modal_projector.weight"] = np.zeros((2, 2), np.float32)
+        save_file(held, path / "model.safetensors")
+        outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": raw, "eos_token_id": [1, 106]}
+        (path / "config.json").write_text(json.dumps(outer))
+        config, params = hf.load(path)
+        same(params, hf.load(alone)[1])
+        hf.save(path / "out", config, params, source=path)
+        exported = json.loads((path / "out/config.json").read_text())
+        assert exported["architectures"] == ["Gemma3ForCausalLM"]
+        assert exported["eos_token_id"] == [1, 106]
+        same(hf.load(path / "out")[1], params)
+
+
+def test_a_large_export_is_several_files_that_load_as_one(tmp_path):
+    config, params = hf.load(GOLDENS / "llama_untied")
+    hf.save(tmp_path / "out", config, params, source=GOLDENS / "llama_untied", shard_bytes=40_000)
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert len(files) > 2
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    same(hf.load(tmp_path / "out")[1], params)
+    # A tensor larger than the limit has a file to itself; no other file exceeds it.
+    for file in files:
+        held = load_file(tmp_path / "out" / file)
+        assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 40_000
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 1, 1), (1, 2, 2), (1, 1, 2)])
+def test_loading_reads_each_part_of_each_tensor_once_and_never_more_than_one_tensor(sizes, monkeypatch):
+    """What the host must hold at once is the largest thing that is read."""
+    asked = []
+    read = hf._Checkpoint.read
+
+    def spy(self, name, part):
+        found = read(self, name, part)
+        asked.append((name, part, found.size))
+        return found
+
+    monkeypatch.setattr(hf._Checkpoint, "read", spy)
+    config, params = hf.load(GOLDENS / "qwen3_untied", mesh=sizes and make_mesh(*sizes))
+    whole = sum(x.size for x in jax.tree.leaves(params))
+    assert sum(size for *_, size in asked) == whole
+    assert len({(name, str(part)) for name, part, _ in asked}) == len(asked)
+    assert max(size for *_, size in asked) <= config.vocab * config.width
+    if sizes == (1, 2, 2):
+        assert max(size for *_, size in asked) == config.vocab * config.width // 4
 
 
 def test_an_export_keeps_the_tokenizer_and_the_sources_settings_and_replaces_what_was_there(tmp_path):

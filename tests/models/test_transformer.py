@@ -1,6 +1,7 @@
 """The decoder: what it reads, what it must not read, and that its two ways of computing agree."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,30 @@ from mas_jax.config import ConfigError
 from mas_jax.mesh import LEARNER_RULES, batch_sharding, make_mesh, shardings
 from mas_jax.models import transformer
 from mas_jax.models.attention import attend
+from mas_jax.models.rope import Rope
+from mas_jax.models.transformer import LayerKind
 
 T = LENGTHS[0]
+# Every feature at once: layers of three kinds (a window, none, no rotary positions), biases, caps, norms on both sides.
+MIXED = replace(
+    TINY, layers=4, kinds=(LayerKind(window=6), LayerKind(Rope(1e6)), LayerKind(None)), pattern=(0, 1, 0, 2),
+    qkv_bias=True, o_bias=True, mlp_bias=True, sandwich_norms=True, zero_centred_norms=True, activation="gelu_tanh",
+    attention_scale=0.5, attention_softcap=3.0, final_softcap=5.0, scaled_embeddings=True,
+)  # fmt: skip
+
+
+def weights(config):
+    """Weights large enough that attention is far from uniform and a wrong mask, norm or bias shows."""
+    fresh = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0))
+    noise = jax.random.split(jax.random.key(1), len(jax.tree.leaves(fresh)))
+    noise = jax.tree.unflatten(jax.tree.structure(fresh), list(noise))
+    grow = lambda x, key: x * 8 if x.ndim > 2 else x + 0.1 * jax.random.normal(key, x.shape)
+    return fresh | {"layers": jax.tree.map(grow, fresh["layers"], noise["layers"])}
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Weights large enough that attention is far from uniform and a wrong mask shows."""
-    fresh = jax.jit(transformer.init, static_argnums=0)(TINY, jax.random.key(0))
-    return jax.tree.map(lambda x: x * 8 if x.ndim > 2 else x, fresh)
+    return weights(TINY)
 
 
 @jax.jit
@@ -46,22 +62,24 @@ def plain_logprobs(params, hidden, targets, temperature):
     return jnp.take_along_axis(logs, targets[:, :, None], axis=-1)[:, :, 0], entropy
 
 
-def test_cached_chunks_and_single_tokens_give_the_hidden_states_of_one_full_forward(params):
+@pytest.mark.parametrize("config", [TINY, MIXED], ids=["tiny", "mixed"])
+def test_cached_chunks_and_single_tokens_give_the_hidden_states_of_one_full_forward(config):
+    params = weights(config)
     tokens, positions, segments = rows()
     whole = jax.jit(transformer.forward, static_argnums=0, static_argnames="dtype")(
-        TINY, params, tokens, positions, segments, dtype=jnp.float32
+        config, params, tokens, positions, segments, dtype=jnp.float32
     )
     step = jax.jit(transformer.forward_cached, static_argnums=0, static_argnames="dtype")
     unstacked = jax.jit(transformer.unstack)(params)
     # Rows at different places in different chunks: row r lags r chunks behind, as slots of an engine do.
-    cache = transformer.init_cache(TINY, ROWS, 2 * T, jnp.float32)
+    cache = transformer.init_cache(config, ROWS, 2 * T, jnp.float32)
     cache = jax.tree.map(lambda x: x + 7, cache)  # what a former request left there
     hidden = np.zeros(whole.shape, np.float32)
     at = np.zeros(ROWS, int)
     sizes = [CHUNK] * 3 + [1] * CHUNK
     for size in sizes:
         tile = jnp.stack([tokens[r, at[r] : at[r] + size] for r in range(ROWS)])
-        out, cache, chunk = step(TINY, unstacked, tile, jnp.asarray(at), cache, dtype=jnp.float32)
+        out, cache, chunk = step(config, unstacked, tile, jnp.asarray(at), cache, dtype=jnp.float32)
         for r in range(ROWS):
             hidden[r, at[r] : at[r] + size] = out[r]
             np.testing.assert_array_equal(cache["k"][1][r, at[r] : at[r] + size], chunk["k"][1][r])
@@ -84,13 +102,37 @@ def test_rows_of_a_cache_may_stand_at_different_positions(params):
     np.testing.assert_array_equal(out[2:], second[2:])
 
 
-def test_scanned_unrolled_and_rematerialised_layers_agree(params):
-    run = jax.jit(transformer.forward, static_argnums=0, static_argnames=("dtype", "remat"))
-    scanned = run(TINY, params, *rows(), dtype=jnp.float32)
-    unrolled = run(TINY, jax.jit(transformer.unstack)(params), *rows(), dtype=jnp.float32)
-    again = run(TINY, params, *rows(), dtype=jnp.float32, remat=True)
-    np.testing.assert_allclose(unrolled, scanned, atol=1e-5)
-    np.testing.assert_allclose(again, scanned, atol=1e-5)
+@pytest.mark.parametrize("config", [TINY, MIXED], ids=["tiny", "mixed"])
+def test_scanned_unrolled_and_rematerialised_layers_agree_in_value_and_gradient(config):
+    @partial(jax.jit, static_argnames="remat")
+    def run(params, remat):
+        def loss(params):
+            hidden = transformer.forward(config, params, *rows(), dtype=jnp.float32, remat=remat)
+            return jnp.sum(hidden * hidden[::-1]), hidden
+
+        grads, hidden = jax.grad(loss, has_aux=True)(params)
+        return hidden, grads
+
+    params = weights(config)
+    scanned, along = run(params, remat=False)
+    unrolled, each = run(transformer.unstack(params), remat=False)
+    again, twice = run(params, remat=True)
+    stacked = each | {"layers": jax.tree.map(lambda *layers: jnp.stack(layers), *each["layers"])}
+    for hidden, grads in ((unrolled, stacked), (again, twice)):
+        np.testing.assert_allclose(hidden, scanned, atol=1e-4)
+        for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(along), strict=True):
+            assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
+            assert np.linalg.norm(other) > 0
+
+
+def test_a_window_hides_all_but_the_last_keys():
+    """Through L layers of window W a token depends on those up to L (W - 1) back, and on none before."""
+    config = replace(TINY, kinds=(LayerKind(window=5),))
+    params, (tokens, positions, segments) = weights(config), rows()
+    run = jax.jit(lambda t: transformer.forward(config, params, t, positions, segments, dtype=jnp.float32))
+    changed = tokens.at[:, 20].set((tokens[:, 20] + 1) % TINY.vocab)
+    moved = np.any(np.asarray(run(tokens)) != np.asarray(run(changed)), axis=(0, 2))
+    assert np.flatnonzero(moved).tolist() == list(range(20, 20 + 2 * 4 + 1))
 
 
 def test_logprobs_do_not_depend_on_what_padding_holds(params):
@@ -309,12 +351,15 @@ def test_every_parameter_has_one_axis_name_for_each_dimension(tied):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"family": "gpt"}, "family"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"head_dim": 7}, "head_dim"),
-        ({"qk_norm": False}, "qk_norm"),
+        ({"layers": 0}, "layers"),
+        ({"activation": "relu"}, "activation"),
+        ({"kinds": (LayerKind(window=-1),)}, "kinds"),
+        ({"pattern": (0, 1)}, "pattern"),
+        ({"pattern": (0,)}, "pattern"),
     ],
 )
-def test_a_shape_no_family_has_is_refused_by_its_field(change, field):
+def test_a_shape_that_cannot_be_is_refused_by_its_field(change, field):
     with pytest.raises(ConfigError, match=f"model.{field} = "):
         replace(TINY, **change)

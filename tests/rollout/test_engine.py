@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import BLOCK, CHUNK, CONTEXT, SLOTS, TINY
+from shapes import BLOCK, CHUNK, CONTEXT, GEMMA, SLOTS, TINY
 from team import ENGINE, save_model
 
 from mas_jax.cluster import LocalGroup
@@ -98,8 +98,8 @@ def full_forward(group, sequences, temperature=None):
     @jax.jit
     def logprobs(params, tokens, segments, warmth):
         positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
-        hidden = transformer.forward(TINY, params, tokens, positions, segments, dtype=jnp.float32)
-        logits = transformer.head_logits(TINY, params, hidden, dtype=jnp.float32) / warmth[:, :, None]
+        hidden = transformer.forward(group.config, params, tokens, positions, segments, dtype=jnp.float32)
+        logits = transformer.head_logits(group.config, params, hidden, dtype=jnp.float32) / warmth[:, :, None]
         logs = jax.nn.log_softmax(logits)[:, :-1]
         return jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[:, :, 0]
 
@@ -159,7 +159,10 @@ def test_the_logprob_of_every_sampled_token_is_that_of_the_full_forward(group):
         np.testing.assert_allclose(done[request.id].logprobs, row[begin : begin + len(tokens)], atol=1e-4)
 
 
-def test_a_prompt_that_ends_at_in_and_after_a_chunk_is_read_whole(group):
+@pytest.mark.parametrize("kind", ["whole", "windowed"])
+def test_a_prompt_that_ends_at_in_and_after_a_chunk_is_read_whole(kind, group, tmp_path):
+    if kind == "windowed":
+        group = sampler(save_model(tmp_path / "gemma", config=GEMMA))
     sizes = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, CONTEXT - 9]
     requests = [ask(f"edge{size}", prompt(f"edge{size}", size)) for size in sizes]
     done = play(group, requests)
