@@ -46,6 +46,8 @@ class Family:
     activation_key: str = "hidden_act"
     is_sliding: Callable[[Json, int], bool] = lambda raw, layer: False
     """Whether a layer has the window, where config.json lists no layer_types."""
+    has_rope: Callable[[Json, int], bool] = lambda raw, layer: True
+    """Whether a layer sees positions at all."""
     lists_layer_types: bool = True
     local_theta: float | None = None
     """Base of the rotary positions of sliding layers, where they have their own."""
@@ -53,6 +55,12 @@ class Family:
 
 def _after_max_window_layers(raw: Json, layer: int) -> bool:
     return bool(raw["use_sliding_window"]) and layer >= raw["max_window_layers"]
+
+
+def _in_no_rope_layers(raw: Json, layer: int) -> bool:
+    """The list holds 1 for layers with rotary positions; without it every fourth layer has none."""
+    listed = raw.get("no_rope_layers")
+    return bool(listed[layer]) if listed else (layer + 1) % raw["no_rope_layer_interval"] != 0
 
 
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -85,6 +93,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", defaults=_QWEN | {"head_dim": 128}, features={"qk_norm": True}, settings=_BIAS,
         is_sliding=_after_max_window_layers,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", "smollm3",
+        defaults=_COMMON | {
+            "tie_word_embeddings": True, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0, "no_rope_layer_interval": 4,
+        },
+        settings=_BIAS | {"mlp_bias": ("mlp_bias",)},
+        has_rope=_in_no_rope_layers,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", "gemma2", activation_key="hidden_activation",
@@ -154,6 +171,8 @@ def write(config: ModelConfig) -> dict[str, object]:
     raw |= {theirs: getattr(config, fields[0]) or PLAIN[theirs] for theirs, fields in family.settings.items()}
     raw |= {"architectures": [family.architecture], "model_type": family.model_type, "rms_norm_eps": config.norm_eps}
     raw["tie_word_embeddings"] = config.tied
+    # The tokenizer's affair; left out, transformers would take a family's own ids, perhaps beyond the vocabulary.
+    raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     raw[family.activation_key] = next(key for key, name in ACTIVATION_NAMES.items() if name == config.activation)
     if "query_pre_attn_scalar" in family.defaults and config.attention_scale:
         raw["query_pre_attn_scalar"] = round(config.attention_scale**-2)
@@ -203,8 +222,11 @@ def _layer_kinds(family: Family, raw: Json, layers: int) -> tuple[tuple[LayerKin
     window = raw.get("sliding_window")
     if SLIDING in types and (not isinstance(window, int) or window < 1):
         raise ConfigError("config.json sliding_window", window, "give the number of keys that sliding layers attend")
-    kinds = {kind: LayerKind(_read_rope(family, raw, kind), window if kind == SLIDING else 0) for kind in set(types)}
-    seen = [kinds[kind] for kind in types]
+    ropes = {kind: _read_rope(family, raw, kind) for kind in set(types)}
+    seen = [
+        LayerKind(ropes[kind] if family.has_rope(raw, layer) else None, window if kind == SLIDING else 0)
+        for layer, kind in enumerate(types)
+    ]
     distinct = tuple(dict.fromkeys(seen))
     return distinct, () if len(distinct) == 1 else tuple(distinct.index(kind) for kind in seen)
 
@@ -271,7 +293,9 @@ def _write_layer_kinds(family: Family, config: ModelConfig) -> dict[str, object]
         raw["use_sliding_window"] = window is not None
     if family.lists_layer_types:
         raw["layer_types"] = [SLIDING if kind.window else FULL for kind in kinds]
-    ropes = {SLIDING if kind.window else FULL: kind.rope for kind in kinds}
+    if "no_rope_layer_interval" in family.defaults:
+        raw["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
+    ropes = {SLIDING if kind.window else FULL: kind.rope for kind in kinds if kind.rope}
     rope = ropes.get(FULL) or ropes.get(SLIDING) or Rope()
     if family.local_theta is not None and SLIDING in ropes:
         raw["rope_local_base_freq"] = ropes[SLIDING].theta

@@ -368,7 +368,8 @@ def _write_side_files(target: Path, config: dict[str, object], source: Path | No
     if source is not None and (source / "generation_config.json").is_file():
         shutil.copy(source / "generation_config.json", target)
     else:
-        special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+        special = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        special = {name: value for name, value in special.items() if value is not None}
         settings = special | {"_from_model_config": True}
         (target / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     if source is not None:

@@ -60,7 +60,13 @@ GEMMA_3_4B = {
     },
     "vision_config": {"hidden_size": 1152},
 }  # fmt: skip
-PUBLISHED = [LLAMA_3_2_1B, QWEN_2_5_HALF_B, MISTRAL_7B_V1, GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B]
+SMOLLM_3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 11008, "max_position_embeddings": 65536, "num_attention_heads": 16, "num_hidden_layers": 36,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "layer_types": ["full_attention"] * 36, "use_sliding_window": False, "sliding_window": None, "vocab_size": 128256,
+}  # fmt: skip
+PUBLISHED = [SMOLLM_3_3B, LLAMA_3_2_1B, QWEN_2_5_HALF_B, MISTRAL_7B_V1, GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B]
 
 
 def test_a_llama_with_stretched_positions():
@@ -90,6 +96,13 @@ def test_gemma_2_alternates_windows_caps_logits_and_scales_embeddings():
     assert (config.attention_softcap, config.final_softcap, config.attention_scale) == (50.0, 30.0, 1 / 16)
     assert config.sandwich_norms and config.zero_centred_norms and config.scaled_embeddings and config.tied
     assert config.activation == "gelu_tanh"
+
+
+def test_every_fourth_layer_of_smollm3_sees_no_positions():
+    config = families.read(SMOLLM_3_3B)
+    assert config.kinds == (LayerKind(Rope(5e6)), LayerKind(None))
+    assert config.kind_of_layer == (0, 0, 0, 1) * 9
+    assert families.read(SMOLLM_3_3B | {"no_rope_layers": None}) == config
 
 
 @pytest.mark.parametrize(("raw", "window", "factor"), [(GEMMA_3_1B, 512, 1.0), (GEMMA_3_4B, 1024, 8.0)])
