@@ -18,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PARITY := .venv-parity
 PYTEST := $(BIN)/python -m pytest --durations=8
-DAILY := not slow and not fault and not fuzz and not parity and not browser and not accelerator
+DAILY := not slow and not fault and not fuzz and not parity and not browser and not accelerator and not tpu_compile
 CODE := mas_jax $(wildcard configs) $(wildcard tests) $(wildcard benchmarks) $(wildcard examples)
 
 .PHONY: help setup quickstart quickstart-tiny test test-fast test-jax test-fault test-slow parity parity-env lint format bench smollm2 clean
@@ -106,13 +106,13 @@ test-jax: $(VENV)/.installed-dev  ## the other half
 	MAS_JAX_HALF=jax $(PYTEST) -m "$(DAILY)" $(PYTEST_ARGS)
 
 test-fault: $(VENV)/.installed-dev  ## kills, corruption, full disks: what is left and what a resumed run makes of it
-	$(PYTEST) -m "($(FAULT)) and not parity and not browser and not accelerator" $(PYTEST_ARGS)
+	$(PYTEST) -m "($(FAULT)) and not parity and not browser and not accelerator and not tpu_compile" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## long tests and fuzzing
-	$(PYTEST) -m "(slow or fuzz) and not fault and not parity and not browser and not accelerator" $(PYTEST_ARGS)
+	$(PYTEST) -m "(slow or fuzz) and not fault and not parity and not browser and not accelerator and not tpu_compile" $(PYTEST_ARGS)
 
 parity: $(PARITY)/.installed  ## against live torch and transformers, and the core tests on Python 3.11
-	$(PARITY)/bin/python -m pytest --durations=8 -m "parity" $(PYTEST_ARGS)
+	$(PARITY)/bin/python -m pytest --durations=8 -m "parity and not slow" $(PYTEST_ARGS)
 	$(PARITY)/bin/python -m pytest --durations=8 -m "$(DAILY)" $(wildcard $(PARITY_TESTS)) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff and the import rules

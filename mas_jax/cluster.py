@@ -28,6 +28,7 @@ from mas_jax.learners.update import (
 )
 from mas_jax.mesh import LEARNER_RULES, check_divisible, make_mesh, shardings
 from mas_jax.models import attention, hf, tokenizer, transformer
+from mas_jax.rollout import prompts
 from mas_jax.rollout.driver import Completion, Request
 from mas_jax.rollout.engine import DecodeState, NativeEngine
 from mas_jax.rollout.scheduler import Scheduler, Shapes
@@ -53,6 +54,9 @@ def build_groups(experiment: Experiment, *, learn: bool = True) -> dict[str, Loc
         if learn and e.params[name].train:
             loss = partial(policy_loss, e.loss)
             group.add_learner(e.learner, e.optimizers.get(name, AdamW()), loss, reference=e.loss.kl > 0)
+    for name, role in e.roles.items():
+        talk = [{"role": "system", "content": role.system}] if role.system else []
+        prompts.render(groups[role.params].tokenizer, [*talk, {"role": "user", "content": "?"}], role.template, name)
     for group in groups.values():
         group.load()
     return groups

