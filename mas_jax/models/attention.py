@@ -126,13 +126,19 @@ def chunked(
     Logits of one block stand at a time, and are recomputed backwards.
     """
     length = q.shape[1]
+    if length <= block:
+        return xla(q, k, v, segments, scale=scale, window=window, softcap=softcap)
     attend_block = jax.checkpoint(partial(attend, scale=scale, softcap=softcap, finite=True))
-    out = []
+    out: list[Array] = []
     for start in range(0, length, block):
         end = min(start + block, length)
         first = max(0, start - window + 1) // LANES * LANES if window else 0
         queries, keys = slice(start, end), slice(first, end)
-        out.append(attend_block(q[:, queries], k[:, keys], v[:, keys], _mask(segments, window, queries, keys)))
+        mine = (q[:, queries], k[:, keys], v[:, keys])
+        if out:
+            # XLA would start all blocks at once: each waits for the one before, and backwards for the one after.
+            mine, out[-1] = jax.lax.optimization_barrier((mine, out[-1]))
+        out.append(attend_block(*mine, _mask(segments, window, queries, keys)))
     return jnp.concatenate(out, axis=1)
 
 

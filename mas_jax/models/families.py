@@ -135,7 +135,9 @@ def text_config(raw: Json) -> dict[str, object]:
         return dict(raw)
     family = FAMILIES[TEXT_TOWERS[architecture]]
     outer = {key: value for key, value in raw.items() if key.endswith("_token_id") or key == "tie_word_embeddings"}
-    inner = {key: value for key, value in (raw.get("text_config") or {}).items() if value is not None or key not in outer}
+    inner = {
+        key: value for key, value in (raw.get("text_config") or {}).items() if value is not None or key not in outer
+    }
     return outer | inner | {"architectures": [family.architecture], "model_type": family.model_type}
 
 

@@ -1,16 +1,18 @@
 """The decoder against recorded answers of transformers (tests/goldens); needs no torch."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from mas_jax.models import hf, transformer
+from mas_jax.models import families, hf, transformer
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-NAMES = ("qwen3_tied", "qwen3_untied", "llama_tied", "llama_untied")
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
 LENGTH = 64
 
 
@@ -32,6 +34,17 @@ def all_logits(config, params, tokens, segments):
     return transformer.head_logits(config, params, hidden, dtype=jnp.float32)
 
 
+@jax.jit(static_argnums=0)
+@partial(jax.grad, argnums=1)
+def mean_logprob_gradient(config, params, tokens, segments):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden = transformer.forward(config, params, tokens, positions, segments, dtype=jnp.float32)
+    targets = jnp.pad(jnp.where(segments[:, 1:] > 0, tokens[:, 1:], -1), ((0, 0), (0, 1)), constant_values=-1)
+    ones = jnp.ones(tokens.shape, jnp.float32)
+    logprobs, _ = transformer.token_logprobs(config, params, hidden, targets, ones, dtype=jnp.float32)
+    return jnp.sum(logprobs) / jnp.sum(targets >= 0)
+
+
 def padded(rows):
     tokens = np.zeros((len(rows), LENGTH), int)
     segments = np.zeros((len(rows), LENGTH), int)
@@ -45,6 +58,27 @@ def test_logits_of_ragged_prompts_are_those_of_transformers(golden):
     logits = all_logits(config, params, *padded(prompts(record)))
     ours = np.concatenate([logits[i, :length] for i, length in enumerate(record["lengths"])])
     assert np.abs(ours - record["logits"]).max() <= 1e-4 * np.ptp(record["logits"])
+
+
+def test_there_is_a_golden_of_every_family_below_200_kb_each():
+    sizes = dict.fromkeys(families.FAMILIES, 0)
+    for name in NAMES:
+        sizes[hf.read_config(GOLDENS / name).family] += sum(file.stat().st_size for file in (GOLDENS / name).iterdir())
+    assert min(sizes.values()) > 0
+    assert max(sizes.values()) < 200_000
+
+
+def test_gradients_of_the_mean_logprob_are_those_of_torch(golden, tmp_path):
+    """Of every norm and bias, and of a matrix that sees all of attention."""
+    config, params, record = golden
+    tokens, segments = padded(prompts(record)[-1:])
+    grads = mean_logprob_gradient(config, params, tokens, segments)
+    hf.save(tmp_path / "gradient", config, grads)  # in the names and shapes of the checkpoint
+    ours = load_file(tmp_path / "gradient/model.safetensors")
+    theirs = {key.removeprefix("grad/"): value for key, value in record.items() if key.startswith("grad/")}
+    assert theirs.keys() == {key for key in ours if ours[key].ndim == 1} | {"model.layers.0.self_attn.k_proj.weight"}
+    for key, expected in theirs.items():
+        assert np.linalg.norm(ours[key] - expected) <= 1e-3 * np.linalg.norm(expected), key
 
 
 def test_greedy_tokens_are_those_of_transformers_wherever_the_choice_is_clear(golden):

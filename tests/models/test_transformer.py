@@ -10,9 +10,7 @@ import pytest
 from shapes import CHUNK, LENGTHS, ROWS, TINY
 
 from mas_jax.config import ConfigError
-from mas_jax.mesh import LEARNER_RULES, batch_sharding, make_mesh, shardings
 from mas_jax.models import transformer
-from mas_jax.models.attention import attend
 from mas_jax.models.rope import Rope
 from mas_jax.models.transformer import LayerKind
 
@@ -204,37 +202,6 @@ def test_nan_in_padding_reaches_neither_loss_nor_gradient(params):
     assert np.abs(clean[1]["layers"]["attention"]["q"]).max() > 0
 
 
-def queries_keys_values():
-    keys = jax.random.split(jax.random.key(1), 3)
-    return [jax.random.normal(key, (2, 8, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True)]
-
-
-def test_masked_keys_values_and_queries_may_be_nan_forwards_and_backwards():
-    q, k, v = queries_keys_values()
-    live = jnp.arange(8)[None] < jnp.array([8, 5])[:, None]
-    mask = live[:, :, None] & live[:, None, :] & jnp.tril(jnp.ones((8, 8), bool))[None]
-
-    @jax.jit
-    def run(q, k, v):
-        return jax.value_and_grad(lambda *x: jnp.sum(attend(*x, mask) ** 2), argnums=(0, 1, 2))(q, k, v)
-
-    spoil = lambda x, value: jnp.where(live[:, :, None, None], x, value)
-    clean = run(*(spoil(x, 0.0) for x in (q, k, v)))
-    poisoned = run(*(spoil(x, jnp.nan) for x in (q, k, v)))
-    jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
-    np.testing.assert_array_equal(attend(q, k, v, mask)[1, 5:], 0)
-
-
-def test_attention_equals_a_softmax_written_out_query_by_query():
-    q, k, v = queries_keys_values()
-    mask = np.tril(np.ones((8, 8), bool))[None] & np.ones((2, 1, 1), bool)
-    out = np.asarray(attend(q, k, v, jnp.asarray(mask)))
-    for b, t, n in np.ndindex(2, 8, 4):
-        scores = np.asarray(k)[b, : t + 1, n // 2] @ np.asarray(q)[b, t, n] / 2
-        weights = np.exp(scores) / np.exp(scores).sum()
-        np.testing.assert_allclose(out[b, t, n], weights @ np.asarray(v)[b, : t + 1, n // 2], atol=1e-5)
-
-
 @pytest.mark.parametrize("chunk", [ROWS * 7, ROWS * 16, 1])
 def test_chunked_logprobs_and_entropy_equal_plain_log_softmax_in_value_and_gradient(params, chunk):
     targets = rows()[0]
@@ -274,32 +241,6 @@ def test_chunked_logprobs_never_hold_the_logits_of_all_tokens(params):
 
     assert largest(ROWS * T) == ROWS * T
     assert largest(ROWS * 16) == ROWS * 16
-
-
-def test_eight_devices_give_the_loss_and_gradients_of_one_in_float64():
-    with jax.enable_x64(True):
-        params = transformer.init(TINY, jax.random.key(0), jnp.float64)
-        tokens, positions, _ = rows()
-        segments = jnp.where(positions < jnp.array([T, 40, 50, 30])[:, None], 1, 0)
-        targets = jnp.where(segments == 1, jnp.roll(tokens, -1, axis=1), -1)
-
-        def loss(params, tokens, positions, segments, targets):
-            hidden = transformer.forward(TINY, params, tokens, positions, segments, dtype=jnp.float64, remat=True)
-            ones = jnp.ones(tokens.shape, jnp.float64)
-            scores, _ = transformer.token_logprobs(TINY, params, hidden, targets, ones, dtype=jnp.float64, chunk=64)
-            return jnp.mean(scores)
-
-        run = jax.value_and_grad(loss)
-        alone = jax.jit(run)(params, tokens, positions, segments, targets)
-        mesh = make_mesh(2, 2, 2)
-        spread = jax.device_put(params, shardings(transformer.logical_axes(TINY), mesh, LEARNER_RULES))
-        assert spread["layers"]["mlp"]["up"].addressable_shards[0].data.shape == (2, TINY.width // 2, TINY.mlp // 2)
-        batch = jax.device_put((tokens, positions, segments, targets), batch_sharding(mesh, 2))
-        with jax.set_mesh(mesh):
-            together = jax.jit(run)(spread, *batch)
-        np.testing.assert_allclose(together[0], alone[0], rtol=1e-12)
-        for one, eight in zip(*(jax.tree.leaves(x[1]) for x in (alone, together)), strict=True):
-            assert np.linalg.norm(one - np.asarray(eight)) <= 1e-9 * np.linalg.norm(one)
 
 
 def test_float64_is_computed_in_float64_throughout():
