@@ -26,7 +26,7 @@ from mas_jax.learners.update import (
     policy_loss,
     sum_metrics,
 )
-from mas_jax.mesh import LEARNER_RULES, check_divisible, make_mesh, shardings
+from mas_jax.mesh import LEARNER_RULES, check_divisible, make_mesh
 from mas_jax.models import attention, hf, tokenizer, transformer
 from mas_jax.rollout import prompts
 from mas_jax.rollout.driver import Completion, Request
@@ -133,7 +133,7 @@ class LocalGroup:
         return params
 
     def _draw(self) -> transformer.Params:
-        place = shardings(transformer.logical_axes(self.config), self.mesh, LEARNER_RULES)
+        place = transformer.param_shardings(self.config, self.mesh, LEARNER_RULES)
         return jax.jit(partial(transformer.init, self.config), out_shardings=place)(jax.random.key(self.seed))
 
     @property

@@ -84,6 +84,11 @@ def shardings(axes_tree: object, mesh: Mesh, rules: Rules) -> object:
     return jax.tree.map(place, axes_tree, is_leaf=lambda node: isinstance(node, tuple))
 
 
+def fitted(rules: Rules, config: ModelShape, mesh: Mesh) -> Rules:
+    """The rules with which a model lies on a mesh: key-value heads fewer than the tensor axis are whole on every device."""
+    return {**rules, "kv_heads": None} if config.kv_heads % mesh.shape["tensor"] else rules
+
+
 def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
     """Sharding of an array [B, ...] of `ndim` axes whose rows are spread over the data and fsdp axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, *(None,) * (ndim - 1)))
@@ -101,8 +106,13 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
 
 def check_divisible(config: ModelShape, mesh: Mesh) -> None:
-    """Raise ConfigError naming the first size of the model that the mesh axis over it does not divide."""
-    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab}
+    """Raise ConfigError naming the first size of the model that the mesh axis over it does not divide.
+
+    Key-value heads may also divide the axis: then they are whole on every device (`fitted`).
+    """
+    sizes = {"heads": config.heads, "mlp": config.mlp, "vocab": config.vocab}
+    if mesh.shape["tensor"] % config.kv_heads:
+        sizes["kv_heads"] = config.kv_heads
     needs = [(name, size, "tensor") for name, size in sizes.items()] + [("width", config.width, "fsdp")]
     for name, size, axis in needs:
         over = mesh.shape[axis]

@@ -260,8 +260,8 @@ def test_weights_that_do_not_fit_the_config_are_listed(model, tmp_path):
 
 
 def test_heads_that_the_mesh_does_not_divide_are_refused(model):
-    with pytest.raises(ConfigError, match=r"mesh\.tensor = 4: the model's kv_heads = 2"):
-        build_groups(parity_team(model, mesh=Mesh(data=1, fsdp=2, tensor=4)))
+    with pytest.raises(ConfigError, match=r"mesh\.tensor = 8: the model's heads = 4"):
+        build_groups(parity_team(model, mesh=Mesh(data=1, fsdp=1, tensor=8)))
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused(model):

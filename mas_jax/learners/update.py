@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mas_jax.config import AdamW, Loss
 from mas_jax.learners.losses import KL, ppo_clip, safe_log_ratio
 from mas_jax.learners.packing import MicroBatch
-from mas_jax.mesh import LEARNER_RULES, batch_sharding, shardings
+from mas_jax.mesh import LEARNER_RULES, batch_sharding
 from mas_jax.models import transformer
 from mas_jax.models.transformer import ModelConfig, Params
 
@@ -151,7 +151,7 @@ class Learner:
     ) -> None:
         self.config, self.mesh, self.compute = config, mesh, compute
         objective = partial(objective, config, compute)
-        self.param_shardings = shardings(transformer.logical_axes(config), mesh, LEARNER_RULES)
+        self.param_shardings = transformer.param_shardings(config, mesh, LEARNER_RULES)
         self.state_shardings = self._state_shardings(optimizer)
         whole, grads = NamedSharding(mesh, PartitionSpec()), self.param_shardings
         rows = batch_sharding(mesh, 2)

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mas_jax.config import ConfigError
-from mas_jax.mesh import LEARNER_RULES, Rules, check_divisible, shardings
+from mas_jax.mesh import LEARNER_RULES, Rules, check_divisible
 from mas_jax.models import families
-from mas_jax.models.transformer import ModelConfig, Params, abstract, logical_axes
+from mas_jax.models.transformer import ModelConfig, Params, abstract, param_shardings
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -287,7 +287,7 @@ def load(
         places = jax.tree.map(lambda _: one, tree)
     else:
         check_divisible(config, mesh)
-        places = shardings(logical_axes(config), mesh, LEARNER_RULES if rules is None else rules)
+        places = param_shardings(config, mesh, LEARNER_RULES if rules is None else rules)
 
     def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         tensor = tensors[_key(path)]

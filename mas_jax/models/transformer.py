@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from mas_jax.config import ConfigError
-from mas_jax.mesh import constrain_batch
+from mas_jax.mesh import Rules, constrain_batch, fitted, shardings
 from mas_jax.models.attention import attend, self_attend
 from mas_jax.models.rope import Angles, Rope, rotary_angles, rotate
 
@@ -299,6 +300,11 @@ def logical_axes(config: ModelConfig) -> Params:
         )
 
     return axes(Ends, ()) | {"layers": axes(Layer, ("layers",))}
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules) -> Params:
+    """The tree of `init` with a NamedSharding for each array."""
+    return shardings(logical_axes(config), mesh, fitted(rules, config, mesh))
 
 
 def unstack(params: Params) -> Params:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mas_jax.config import ConfigError
-from mas_jax.mesh import BATCH_AXES, ROLLOUT_RULES, shardings
+from mas_jax.mesh import BATCH_AXES, ROLLOUT_RULES, fitted
 from mas_jax.models import transformer
 from mas_jax.models.transformer import Cache, ModelConfig, Params
 from mas_jax.rollout.driver import Request
@@ -119,7 +119,7 @@ class NativeEngine:
         for name, size in (("slots", shapes.slots), ("prefill_rows", shapes.prefill_rows)):
             if size % ways:
                 raise ConfigError(f"rollout.{name}", size, f"must be a multiple of mesh data x fsdp = {ways}")
-        self._param_shardings = shardings(transformer.logical_axes(config), mesh, ROLLOUT_RULES)
+        self._param_shardings = transformer.param_shardings(config, mesh, ROLLOUT_RULES)
         state = self._state_shardings()
         whole = NamedSharding(mesh, PartitionSpec())
         self._load = jax.jit(partial(_load, dtype=dtype), out_shardings=self._unstacked(self._param_shardings))
@@ -198,9 +198,9 @@ class NativeEngine:
         def at(*axes: object) -> NamedSharding:
             return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-        layers = self.config.layers
-        cache = {name: [at(BATCH_AXES, None, "tensor")] * layers for name in ("k", "v")}
-        pool = {name: [at(None, None, "tensor")] * layers for name in ("k", "v")}
+        layers, heads = self.config.layers, fitted(ROLLOUT_RULES, self.config, self.mesh)["kv_heads"]
+        cache = {name: [at(BATCH_AXES, None, heads)] * layers for name in ("k", "v")}
+        pool = {name: [at(None, None, heads)] * layers for name in ("k", "v")}
         return DeviceState(cache, pool, Slots(*[at(BATCH_AXES)] * len(Slots._fields)))
 
 

@@ -163,7 +163,7 @@ def test_micro_batches_of_nothing_but_padding_add_nothing(wide, truth, count):
         assert_same(gradient(wide, batches + [MicroBatch("solver", dummy, [])] * count), truth)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (1, 2, 4)])
 def test_loss_and_gradient_do_not_depend_on_the_devices(truth, mesh):
     with jax.enable_x64(True):
         assert_same(gradient(learner("float64", mesh), pack(make_rows(), lines=ROWS, lengths=LENGTHS)), truth)

@@ -9,7 +9,7 @@ from shapes import TINY
 
 from mas_jax.config import ConfigError
 from mas_jax.mesh import LEARNER_RULES, ROLLOUT_RULES, batch_sharding, check_divisible, make_mesh, shardings
-from mas_jax.models.transformer import logical_axes
+from mas_jax.models.transformer import logical_axes, param_shardings
 
 
 def test_minus_one_takes_all_devices_that_remain():
@@ -46,6 +46,17 @@ def test_the_learner_spreads_every_matrix_over_fsdp_and_tensor_and_rollout_over_
     assert rollout["attention_norm"].is_fully_replicated
 
 
+def test_few_key_value_heads_are_whole_on_every_device_of_a_wider_tensor_axis():
+    few, mesh = replace(TINY, kv_heads=1), make_mesh(1, 2, 4)
+    check_divisible(few, mesh)
+    learner = param_shardings(few, mesh, LEARNER_RULES)["layers"]["attention"]
+    assert tuple(learner["k"].spec) == (None, "fsdp", None, None)
+    assert tuple(learner["q"].spec) == (None, "fsdp", "tensor", None)
+    assert (
+        tuple(param_shardings(TINY, make_mesh(1, 4, 2), LEARNER_RULES)["layers"]["attention"]["k"].spec)[2] == "tensor"
+    )
+
+
 def test_batch_rows_lie_over_data_and_fsdp():
     mesh = make_mesh(2, 2, 2)
     x = jax.device_put(np.arange(8).reshape(4, 2), batch_sharding(mesh, 2))
@@ -56,7 +67,7 @@ def test_batch_rows_lie_over_data_and_fsdp():
     ("name", "change", "sizes"),
     [
         ("heads", {"heads": 6, "kv_heads": 2}, (1, 1, 4)),
-        ("kv_heads", {}, (1, 1, 4)),
+        ("kv_heads", {"heads": 12, "kv_heads": 3}, (1, 1, 4)),
         ("mlp", {"mlp": 63}, (1, 1, 2)),
         ("vocab", {"vocab": 271}, (1, 1, 2)),
         ("width", {"width": 34}, (1, 4, 1)),

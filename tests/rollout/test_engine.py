@@ -360,9 +360,10 @@ def test_a_context_beyond_the_model_and_slots_that_do_not_divide_are_config_erro
         NativeEngine(TINY, replace(group.engine.shapes, slots=6), dtype=jnp.dtype("float32"), mesh=make_mesh(2, 2, 2))
 
 
-def test_eight_devices_say_what_one_says(group, model):
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 4)], ids=["each with a key head", "key heads whole"])
+def test_eight_devices_say_what_one_says(group, model, sizes):
     requests = crowd(12)
-    spread = sampler(model, (2, 2, 2))
+    spread = sampler(model, sizes)
     done = play(spread, requests)
     truth = full_forward(
         group, [r.prompt + done[r.id].tokens for r in requests], [request.temperature for request in requests]
