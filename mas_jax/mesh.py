@@ -14,7 +14,7 @@ BATCH_AXES = ("data", "fsdp")
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
 _TENSOR_PARALLEL = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-_WHOLE = {"layers": None, "head_dim": None, "length": None}
+_WHOLE = {"layers": None, "experts": None, "head_dim": None, "length": None}
 
 # The learner keeps master weights, gradients and optimizer moments: too much to hold whole on every device.
 LEARNER_RULES: Rules = {**_WHOLE, **_TENSOR_PARALLEL, "embed": "fsdp", "batch": BATCH_AXES}

@@ -28,6 +28,8 @@ CONTEXT = 128
 ROWS = 4
 LENGTHS = (64, 128)
 
+EXPERTS = replace(TINY, family="qwen3_moe", mlp=16, experts=8, experts_per_token=2, normed_gates=True)
+
 # Local layers whose window begins inside a chunk and ends in the next, and a layer that sees everything.
 GEMMA = replace(
     TINY, family="gemma3", kinds=(LayerKind(Rope(1e4), CHUNK + 3), LayerKind(Rope(1e6))), pattern=(0, 1),

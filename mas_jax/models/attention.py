@@ -183,7 +183,11 @@ def splash(
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and tuple(mesh.axis_names) == AXES:
         rows = BATCH_AXES if q.shape[0] % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0 else None
-        heads = "tensor" if k.shape[2] % mesh.shape["tensor"] == 0 else None
+        ways = mesh.shape["tensor"]
+        if q.shape[2] % ways == 0 and ways % k.shape[2] == 0:
+            # Fewer key heads than devices: each device takes the one that its queries read.
+            k, v = (jnp.repeat(x, ways // k.shape[2], axis=2) for x in (k, v))
+        heads = "tensor" if k.shape[2] % ways == 0 else None
         spread = PartitionSpec(rows, None, heads, None)
         local = jax.shard_map(
             local,

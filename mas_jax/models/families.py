@@ -25,7 +25,10 @@ SIZES = {
 PLAIN = {
     "attention_bias": False, "mlp_bias": False, "quantization_config": None, "use_bidirectional_attention": False,
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "partial_rotary_factor": 1.0,
+    "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+# Names that transformers 5 gives to older settings.
+RENAMED = {"num_local_experts": "num_experts"}
 # A null there says "none", and elsewhere that the family's default holds.
 NULLABLE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 # Vision-language models whose text tower is one of our families: it is read alone, and exported as a text model.
@@ -41,6 +44,8 @@ class Family:
     defaults: Json
     features: Mapping[str, object] = field(default_factory=dict)
     """Fields of ModelConfig that are the same in every model of the family."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json, beyond SIZES or in their place, and the fields that they size."""
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keys of config.json, beyond the common ones, and the fields of ModelConfig that hold their value (null: 0)."""
     activation_key: str = "hidden_act"
@@ -93,6 +98,18 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", defaults=_QWEN | {"head_dim": 128}, features={"qk_norm": True}, settings=_BIAS,
         is_sliding=_after_max_window_layers,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", "qwen3_moe", lists_layer_types=False,
+        defaults=_QWEN | {
+            "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        },
+        features={"qk_norm": True},
+        sizes={
+            "num_experts": "experts", "num_experts_per_tok": "experts_per_token", "moe_intermediate_size": "mlp",
+        },
+        settings=_BIAS | {"norm_topk_prob": ("normed_gates",)},
+        is_sliding=lambda raw, layer: bool(raw["use_sliding_window"]),
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM", "smollm3",
@@ -149,10 +166,12 @@ def read(raw: Json) -> ModelConfig:
     if name is None:
         raise ConfigError("config.json architectures", architectures, f"use one of {sorted(_BY_ARCHITECTURE)}")
     family = FAMILIES[name]
+    raw = {RENAMED.get(key, key): value for key, value in raw.items()}
     raw = {**family.defaults, **{key: value for key, value in raw.items() if value is not None or key in NULLABLE}}
     _refuse_variants(family, raw)
     raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-    sizes = {ours: _number(raw, theirs, int) for theirs, ours in SIZES.items() if theirs != "head_dim"}
+    keys = {ours: theirs for theirs, ours in (SIZES | family.sizes).items()}
+    sizes = {ours: _number(raw, theirs, int) for ours, theirs in keys.items() if ours != "head_dim"}
     sizes["head_dim"] = _number(raw, "head_dim", int) if "head_dim" in raw else sizes["width"] // sizes["heads"]
     settings = {ours: _setting(raw, theirs) for theirs, fields in family.settings.items() for ours in fields}
     if "query_pre_attn_scalar" in family.defaults:
@@ -170,7 +189,7 @@ def write(config: ModelConfig) -> dict[str, object]:
     if config.family not in FAMILIES:
         raise ConfigError("model.family", config.family, f"use one of {sorted(FAMILIES)}")
     family = FAMILIES[config.family]
-    raw = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
+    raw = {theirs: getattr(config, ours) for theirs, ours in (SIZES | family.sizes).items()}
     raw |= {theirs: getattr(config, fields[0]) or PLAIN[theirs] for theirs, fields in family.settings.items()}
     raw |= {"architectures": [family.architecture], "model_type": family.model_type, "rms_norm_eps": config.norm_eps}
     raw["tie_word_embeddings"] = config.tied

@@ -35,12 +35,18 @@ PathLike = str | os.PathLike[str]
 class _Tensor:
     """How one of our arrays is named and shaped in a checkpoint.
 
-    A matrix is [*in, *out] here, with `inner` axes in, and [out, in] there; a `flat` array has one axis there.
+    A "{}" in the name is an axis here: the number of the layer, then that of the expert. Beyond those a matrix is
+    [*in, *out] here, with `inner` axes in, and [out, in] there; a `flat` array has one axis there.
     """
 
     name: str
     inner: int = 0
     flat: bool = False
+
+    @property
+    def stacked(self) -> int:
+        """How many leading axes of ours number the tensors of the checkpoint."""
+        return self.name.count("{}")
 
     def theirs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The checkpoint's shape for ours."""
@@ -101,6 +107,10 @@ _LAYER = {
     "mlp/gate_bias": _Tensor("mlp.gate_proj.bias"),
     "mlp/up_bias": _Tensor("mlp.up_proj.bias"),
     "mlp/down_bias": _Tensor("mlp.down_proj.bias"),
+    "experts/router": _Tensor("mlp.gate.weight", inner=1),
+    "experts/gate": _Tensor("mlp.experts.{}.gate_proj.weight", inner=1),
+    "experts/up": _Tensor("mlp.experts.{}.up_proj.weight", inner=1),
+    "experts/down": _Tensor("mlp.experts.{}.down_proj.weight", inner=1),
 }
 # With norms on both sides of a block, the name of its input norm goes to the norm of what attention adds.
 _SANDWICH_LAYER = _LAYER | {
@@ -115,7 +125,7 @@ def _key(path: tuple[jax.tree_util.DictKey, ...]) -> str:
 
 
 def _tensors(config: ModelConfig) -> dict[str, _Tensor]:
-    """What each of our keys is called in a checkpoint; "{}" stands for the number of the layer."""
+    """What each of our keys is called in a checkpoint."""
     layer = _SANDWICH_LAYER if config.sandwich_norms else _LAYER
     return _ENDS | {
         f"layers/{key}": replace(tensor, name=f"model.layers.{{}}.{tensor.name}") for key, tensor in layer.items()
@@ -213,11 +223,8 @@ def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     expected, tensors = {}, _tensors(config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract(config)):
         tensor = tensors[_key(path)]
-        if _key(path).startswith("layers/"):
-            shape = tensor.theirs(leaf.shape[1:])
-            expected |= {tensor.name.format(layer): shape for layer in range(config.layers)}
-        else:
-            expected[tensor.name] = tensor.theirs(leaf.shape)
+        shape = tensor.theirs(leaf.shape[tensor.stacked :])
+        expected |= {tensor.name.format(*index): shape for index in np.ndindex(leaf.shape[: tensor.stacked])}
     return expected
 
 
@@ -263,8 +270,8 @@ def _reader(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+def _put(stack: jax.Array, piece: jax.Array, index: tuple[int | jax.Array, ...]) -> jax.Array:
+    return stack.at[index].set(piece)
 
 
 def load(
@@ -292,14 +299,14 @@ def load(
     def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         tensor = tensors[_key(path)]
         read = partial(_reader, checkpoint, tensor=tensor, dtype=np.dtype(leaf.dtype))
-        if not _key(path).startswith("layers/"):
+        if not tensor.stacked:
             return jax.make_array_from_callback(leaf.shape, sharding, read(tensor.name, shape=leaf.shape))
-        shape = leaf.shape[1:]
-        own = sharding if mesh is None else NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+        shape = leaf.shape[tensor.stacked :]
+        own = sharding if mesh is None else NamedSharding(mesh, PartitionSpec(*sharding.spec[tensor.stacked :]))
         stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-        for number in range(config.layers):
-            layer = jax.make_array_from_callback(shape, own, read(tensor.name.format(number), shape=shape))
-            stack = _put_layer(stack, layer, number)
+        for index in np.ndindex(leaf.shape[: tensor.stacked]):
+            piece = jax.make_array_from_callback(shape, own, read(tensor.name.format(*index), shape=shape))
+            stack = _put(stack, piece, index)
         return stack
 
     return config, jax.tree_util.tree_map_with_path(place, tree, places)
@@ -329,15 +336,13 @@ def _exported_tensors(config: ModelConfig, params: Params) -> dict[str, Callable
     tensors, fetch = _tensors(config), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         tensor = tensors[_key(path)]
-        if _key(path).startswith("layers/"):
-            fetch |= {tensor.name.format(i): partial(_fetch, tensor, leaf, i) for i in range(config.layers)}
-        else:
-            fetch[tensor.name] = partial(_fetch, tensor, leaf, None)
+        for index in np.ndindex(leaf.shape[: tensor.stacked]):
+            fetch[tensor.name.format(*index)] = partial(_fetch, tensor, leaf, index)
     return fetch
 
 
-def _fetch(tensor: _Tensor, leaf: jax.Array, layer: int | None, dtype: np.dtype) -> np.ndarray:
-    array = np.asarray(leaf if layer is None else leaf[layer]).astype(dtype)
+def _fetch(tensor: _Tensor, leaf: jax.Array, index: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    array = np.asarray(leaf[index]).astype(dtype)
     return np.ascontiguousarray(tensor.write(array))
 
 

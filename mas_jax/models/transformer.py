@@ -79,6 +79,11 @@ class ModelConfig:
     """The same for the logits over the vocabulary."""
     scaled_embeddings: bool = False
     """Multiply embeddings by width ** 0.5, rounded to the precision of compute."""
+    experts: int = 0
+    """Feed-forward blocks of each layer, of width `mlp`, among which a router chooses for every token; 0: one for all."""
+    experts_per_token: int = 0
+    normed_gates: bool = False
+    """Scale the weights of the chosen experts to sum to 1."""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "mlp", "max_positions"):
@@ -90,6 +95,9 @@ class ModelConfig:
             raise ConfigError("model.head_dim", self.head_dim, "rotary positions need an even head width")
         if self.activation not in ACTIVATIONS:
             raise ConfigError("model.activation", self.activation, f"use one of {sorted(ACTIVATIONS)}")
+        if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):
+            remedy = f"choose 1 to {self.experts} of the {self.experts} experts" if self.experts else "needs experts"
+            raise ConfigError("model.experts_per_token", self.experts_per_token, remedy)
         if any(kind.window < 0 for kind in self.kinds):
             raise ConfigError("model.kinds", self.kinds, "a window is a number of keys, or 0 for all")
         named = self.pattern or (0,) * self.layers
@@ -195,6 +203,38 @@ class Mlp(nnx.Module):
         return project(gate * project(x, self.up, self.up_bias), self.down, self.down_bias)
 
 
+class Experts(nnx.Module):
+    """Gated feed-forward blocks of which a router gives each token to the few it weighs most (Qwen3-MoE)."""
+
+    def __init__(self, config: ModelConfig, key: Key[Array, ""], dtype: DTypeLike) -> None:
+        router, gate, up, down = jax.random.split(key, 4)
+        experts, width, mlp = config.experts, config.width, config.mlp
+        self.router = _weight(router, (width, experts), ("embed", "experts"), dtype)
+        self.gate = _weight(gate, (experts, width, mlp), ("experts", "embed", "mlp"), dtype)
+        self.up = _weight(up, (experts, width, mlp), ("experts", "embed", "mlp"), dtype)
+        self.down = _weight(down, (experts, mlp, width), ("experts", "mlp", "embed"), dtype)
+        self.config = config
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """x through its experts, weighted, without the residual."""
+        config, each = self.config, self.config.experts_per_token
+        rows = x.reshape(-1, config.width)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        chances = jax.nn.softmax(project(rows, self.router).astype(wide), axis=-1)
+        weights, chosen = jax.lax.top_k(chances, each)
+        if config.normed_gates:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        # Rows in the order of their experts, each as often as it was given to one.
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=config.experts).astype(jnp.int32)
+        taken = rows[order // each]
+        gate, up, down = (matrix[...].astype(x.dtype) for matrix in (self.gate, self.up, self.down))
+        hidden = ACTIVATIONS[config.activation](jax.lax.ragged_dot(taken, gate, sizes))
+        out = jax.lax.ragged_dot(hidden * jax.lax.ragged_dot(taken, up, sizes), down, sizes)
+        out = out[jnp.argsort(order)].reshape(-1, each, config.width)
+        return jnp.sum(out * weights.astype(x.dtype)[:, :, None], axis=1).reshape(x.shape)
+
+
 class Layer(nnx.Module):
     """One decoder layer, in the two halves between which attention happens."""
 
@@ -203,7 +243,10 @@ class Layer(nnx.Module):
         self.attention_norm = _norm(config, config.width, "embed", dtype)
         self.attention = Attention(config, attention, dtype)
         self.mlp_norm = _norm(config, config.width, "embed", dtype)
-        self.mlp = Mlp(config, mlp, dtype)
+        if config.experts:
+            self.experts = Experts(config, mlp, dtype)
+        else:
+            self.mlp = Mlp(config, mlp, dtype)
         if config.sandwich_norms:
             self.attention_post_norm = _norm(config, config.width, "embed", dtype)
             self.mlp_post_norm = _norm(config, config.width, "embed", dtype)
@@ -220,7 +263,7 @@ class Layer(nnx.Module):
         config = self.config
         added = self.attention.out(mixed)
         h = h + (rms_norm(config, added, self.attention_post_norm) if config.sandwich_norms else added)
-        added = self.mlp(rms_norm(config, h, self.mlp_norm))
+        added = (self.experts if config.experts else self.mlp)(rms_norm(config, h, self.mlp_norm))
         return h + (rms_norm(config, added, self.mlp_post_norm) if config.sandwich_norms else added)
 
 

@@ -38,9 +38,12 @@ LLAMA_3_ROPE = rope(
     "llama3", 100.0, factor=4.0, original_max_position_embeddings=8, low_freq_factor=0.25, high_freq_factor=1.0
 )
 YARN = rope("yarn", 20.0, factor=4.0, original_max_position_embeddings=16)
+STRETCHED = {"max_position_embeddings": 64}
 BASE = {"rope_parameters": rope("default", 1000.0)}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = EIGHT | WINDOW | {"query_pre_attn_scalar": 3, "layer_types": [SLIDING, FULL]}
 GEMMA_3_ROPE = {"rope_parameters": {SLIDING: rope("default", 30.0), FULL: rope("linear", 300.0, factor=4.0)}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # name: (architecture, settings beyond SIZES)
 GOLDENS = {
     "llama_tied": ("Llama", EIGHT | {"rope_parameters": LLAMA_3_ROPE}),
@@ -49,29 +52,34 @@ GOLDENS = {
     "qwen2_tied": ("Qwen2", BASE),
     "qwen3_tied": ("Qwen3", EIGHT | BASE),
     "qwen3_untied": ("Qwen3", EIGHT | UNTIED | BASE),
+    "qwen3_moe_tied": ("Qwen3Moe", EIGHT | BASE | EXPERTS | {"norm_topk_prob": True}),
     "smollm3_tied": ("SmolLM3", BASE | {"no_rope_layers": [1, 0]}),
     "gemma2_tied": ("Gemma2", BASE | GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3_tied": ("Gemma3Text", GEMMA | GEMMA_3_ROPE),
+    "qwen3moe_tied": ("Qwen3Moe", EIGHT | BASE | EXPERTS | {"norm_topk_prob": True}),
 }
 FOUR = {"num_hidden_layers": 4}
 BIASES = {"attention_bias": True}
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 VARIANTS = GOLDENS | {
     "llama_linear": ("Llama", EIGHT | {"rope_parameters": rope("linear", 100.0, factor=4.0)}),
-    "llama_yarn": ("Llama", EIGHT | {"rope_parameters": YARN}),
+    "llama_yarn": ("Llama", EIGHT | STRETCHED | {"rope_parameters": YARN}),
     "llama_biases": ("Llama", EIGHT | BIASES | {"mlp_bias": True}),
     "mistral_whole": ("Mistral", EIGHT | {"sliding_window": None}),
     "qwen2_untied": ("Qwen2", UNTIED),
     "qwen2_windows": ("Qwen2", FOUR | WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3_yarn": (
         "Qwen3",
-        EIGHT | {"rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 0.5, "attention_factor": 1.2, "truncate": False}},
+        EIGHT | STRETCHED
+        | {"rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 0.5, "attention_factor": 1.2, "truncate": False}},
     ),
     "qwen3_windows": (
         "Qwen3",
         EIGHT | FOUR | WINDOW | {"use_sliding_window": True, "layer_types": [FULL, SLIDING, SLIDING, FULL]},
     ),
     "qwen3_biases": ("Qwen3", EIGHT | BIASES),
+    "qwen3moe_plain": ("Qwen3Moe", EIGHT | UNTIED | BIASES | EXPERTS | {"num_experts_per_tok": 1}),
+    "qwen3_moe_untied": ("Qwen3Moe", EIGHT | EXPERTS | BIASES | UNTIED | WINDOW | {"use_sliding_window": True}),
     "smollm3_windows": ("SmolLM3", FOUR | WINDOW | {"use_sliding_window": True, "no_rope_layer_interval": 2}),
     "smollm3_biases": ("SmolLM3", FOUR | BIASES | {"mlp_bias": True}),
     "gemma2_uncapped": ("Gemma2", GEMMA | BIASES | UNCAPPED),
@@ -129,7 +137,23 @@ def gradients(model: PreTrainedModel, tokens: np.ndarray) -> dict[str, np.ndarra
     model.zero_grad()
     logs = torch.log_softmax(model(ids).logits[:, :-1], dim=-1)
     torch.gather(logs, 2, ids[:, 1:, None]).mean().backward()
-    return {key: weight.grad.numpy() for key, weight in model.named_parameters()}
+    found = {}
+    for key, weight in model.named_parameters():
+        found |= _as_saved(key, weight.grad.numpy())
+    return found
+
+
+def _as_saved(key: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """transformers keeps a layer's experts in two arrays, and saves them one by one."""
+    prefix, _, name = key.rpartition(".experts.")
+    if not prefix:
+        return {key: array}
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    return {
+        f"{prefix}.experts.{expert}.{one}.weight": part
+        for expert, own in enumerate(array)
+        for one, part in zip(names, np.split(own, len(names)), strict=True)
+    }
 
 
 def main() -> None:
@@ -139,17 +163,18 @@ def main() -> None:
         target = HERE / name
         model = make_model(name, seed)
         golden = answers(model, seed)
-        # Of the longest prompt, for all that is not a matrix and one that is: the whole tree would not be small.
+        # Of the longest prompt, for all that is not a matrix and few that are: the whole tree would not be small.
         grads = gradients(model, golden["tokens"][None, -LENGTHS[-1] :])
         kept = {
             f"grad/{key}": grad
             for key, grad in grads.items()
-            if grad.ndim == 1 or key.endswith("0.self_attn.k_proj.weight")
+            if grad.ndim == 1 or key.endswith(("0.self_attn.k_proj.weight", "0.mlp.gate.weight"))
         }
         model.bfloat16().save_pretrained(target)
         np.savez_compressed(target / "golden.npz", **golden, **kept)
         size = sum(file.stat().st_size for file in target.iterdir())
-        families[name.split("_")[0]] = families.get(name.split("_")[0], 0) + size
+        family = name.rpartition("_")[0]
+        families[family] = families.get(family, 0) + size
         print(f"{name}: {size / 1000:.0f} kB, margin clear at {np.mean(golden['margins'] > 1e-2):.0%}")
     assert max(families.values()) < 200_000, families
 

@@ -169,12 +169,15 @@ def test_nan_in_padding_reaches_neither_values_nor_gradients(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "splash"])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads"), [(4, 4, 2), (3, 4, 2), (4, 4, 1), (4, 3, 3)])
-def test_eight_devices_give_the_values_and_gradients_of_one(kernel, rows, heads, kv_heads):
-    # Rows, heads or both that the mesh does not divide stay whole on each device.
+@pytest.mark.parametrize(
+    ("sizes", "rows", "heads", "kv_heads"),
+    [((2, 2, 2), 4, 4, 2), ((2, 2, 2), 3, 4, 2), ((1, 2, 4), 4, 8, 2), ((2, 2, 2), 4, 3, 3)],
+    ids=["divides", "rows do not divide", "fewer key heads than devices", "heads do not divide"],
+)
+def test_eight_devices_give_the_values_and_gradients_of_one(kernel, sizes, rows, heads, kv_heads):
     args = (*tensors(rows=rows, heads=heads, kv_heads=kv_heads), segments()[:rows])
     one = run(kernel, *args, window=100)
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
         if rows == 4:
             args = tuple(jax.device_put(x, batch_sharding(mesh, x.ndim)) for x in args)

@@ -3,13 +3,14 @@
 import math
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import TINY
 
 from mas_jax.config import ConfigError
-from mas_jax.models import families
+from mas_jax.models import families, transformer
 from mas_jax.models.rope import Rope, frequencies, rotary_angles
 from mas_jax.models.transformer import LayerKind, ModelConfig
 
@@ -60,13 +61,31 @@ GEMMA_3_4B = {
     },
     "vision_config": {"hidden_size": 1152},
 }  # fmt: skip
+QWEN_3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 SMOLLM_3_3B = {
     "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_act": "silu", "hidden_size": 2048,
     "intermediate_size": 11008, "max_position_embeddings": 65536, "num_attention_heads": 16, "num_hidden_layers": 36,
     "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "no_rope_layers": [1, 1, 1, 0] * 9,
     "layer_types": ["full_attention"] * 36, "use_sliding_window": False, "sliding_window": None, "vocab_size": 128256,
 }  # fmt: skip
-PUBLISHED = [SMOLLM_3_3B, LLAMA_3_2_1B, QWEN_2_5_HALF_B, MISTRAL_7B_V1, GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B]
+PUBLISHED = [
+    QWEN_3_30B_A3B,
+    SMOLLM_3_3B,
+    LLAMA_3_2_1B,
+    QWEN_2_5_HALF_B,
+    MISTRAL_7B_V1,
+    GEMMA_2_2B,
+    GEMMA_3_1B,
+    GEMMA_3_4B,
+]
 
 
 def test_a_llama_with_stretched_positions():
@@ -96,6 +115,19 @@ def test_gemma_2_alternates_windows_caps_logits_and_scales_embeddings():
     assert (config.attention_softcap, config.final_softcap, config.attention_scale) == (50.0, 30.0, 1 / 16)
     assert config.sandwich_norms and config.zero_centred_norms and config.scaled_embeddings and config.tied
     assert config.activation == "gelu_tanh"
+
+
+def test_a_mixture_of_experts_has_the_parameters_of_its_name():
+    config = families.read(QWEN_3_30B_A3B)
+    assert (config.experts, config.experts_per_token, config.mlp, config.normed_gates) == (128, 8, 768, True)
+    sizes = {
+        "/".join(part.key for part in path): leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(transformer.abstract(config))
+    }
+    assert sum(sizes.values()) == 30_532_122_624
+    idle = sum(size for key, size in sizes.items() if "experts/" in key and "router" not in key) * 120 / 128
+    assert sum(sizes.values()) - idle == 3_353_032_704  # of 30.5 billion the published 3.3 work on a token
+    assert families.read({**QWEN_3_30B_A3B, "num_local_experts": 128, "num_experts": None}) == config
 
 
 def test_every_fourth_layer_of_smollm3_sees_no_positions():
@@ -172,6 +204,8 @@ def test_transformers_5_keeps_rotary_settings_in_one_dict_or_in_one_for_each_kin
         (LLAMA_3_2_1B, {"rope_scaling": {"factor": 8.0}}, "rope_scaling = .*supported rope_type"),
         (LLAMA_3_2_1B, {"rope_scaling": "linear"}, "rope_scaling = 'linear': must be a mapping"),
         (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1.0"),
+        (QWEN_3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]: only \[\]"),
+        (QWEN_3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: only 1"),
         (LLAMA_3_2_1B, {"hidden_act": "gelu"}, "hidden_act = 'gelu': only 'silu'"),
         (LLAMA_3_2_1B, {"attention_bias": 3}, "attention_bias = 3: must be true or false"),
         (LLAMA_3_2_1B, {"layer_types": ["sliding_attention"] * 16}, r"layer_types = .*\['full_attention'\]"),

@@ -89,10 +89,10 @@ def matrices(config, fsdp, tensor):
         "layers/attention/k": (layers, width, kv_heads, head_dim),
         "layers/attention/v": (layers, width, kv_heads, head_dim),
         "layers/attention/o": (layers, heads, head_dim, width),
-        "layers/mlp/gate": (layers, width, mlp),
-        "layers/mlp/up": (layers, width, mlp),
-        "layers/mlp/down": (layers, mlp, width),
     }
+    kind, lead = ("experts", (layers, config.experts)) if config.experts else ("mlp", (layers,))
+    parts |= {f"layers/{kind}/{name}": (*lead, width, mlp) for name in ("gate", "up")}
+    parts[f"layers/{kind}/down"] = (*lead, mlp, width)
     if not config.tied:
         parts["lm_head"] = (width, vocab)
     if config.qkv_bias:

@@ -1,5 +1,6 @@
 """The decoder and its exports against a live transformers; runs where torch is (.venv-parity)."""
 
+import copy
 import logging
 from functools import partial
 
@@ -60,6 +61,16 @@ def assert_same_logits(config, params, model):
     assert np.abs(ours - theirs).max() <= 1e-4 * np.ptp(theirs)
 
 
+@torch.no_grad()
+def saved_gradients(model, path):
+    """What the last backward pass gave every tensor, in the names and shapes of a checkpoint."""
+    gradients = copy.deepcopy(model)
+    for gradient, weight in zip(gradients.parameters(), model.parameters(), strict=True):
+        gradient.copy_(weight.grad)
+    gradients.save_pretrained(path)
+    return load_file(path / "model.safetensors")
+
+
 def opened(path, **settings):
     """The model of a directory in float32 unless told otherwise, and what transformers says about its keys."""
     settings = {"dtype": torch.float32, "attn_implementation": "eager", **settings}
@@ -99,8 +110,8 @@ def test_gradients_of_the_mean_logprob_are_those_of_torch_for_every_tensor(pair,
     model, _, config, params = pair
     tokens, positions, segments, spans = batch()
     grads = mean_logprob_gradient(config, params, tokens, positions, segments)
-    hf.save(tmp_path / "gradient", config, grads)  # in the names and shapes of the checkpoint
-    ours = load_file(tmp_path / "gradient/model.safetensors")
+    hf.save(tmp_path / "ours", config, grads)
+    ours = load_file(tmp_path / "ours/model.safetensors")
 
     model.zero_grad()
     logits = their_logits(model).split([span.stop - span.start for _, span in spans])
@@ -109,7 +120,7 @@ def test_gradients_of_the_mean_logprob_are_those_of_torch_for_every_tensor(pair,
         for one, (row, span) in zip(logits, spans, strict=True)
     ]
     torch.cat(logprobs).mean().backward()
-    theirs = {key: weight.grad.numpy() for key, weight in model.named_parameters()}
+    theirs = saved_gradients(model, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     whole = np.sqrt(sum(np.sum(grad**2) for grad in theirs.values()))
     for key, expected in theirs.items():

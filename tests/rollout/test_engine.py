@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import BLOCK, CHUNK, CONTEXT, GEMMA, SLOTS, TINY
+from shapes import BLOCK, CHUNK, CONTEXT, EXPERTS, GEMMA, SLOTS, TINY
 from team import ENGINE, save_model
 
 from mas_jax.cluster import LocalGroup
@@ -157,6 +157,21 @@ def test_the_logprob_of_every_sampled_token_is_that_of_the_full_forward(group):
     for row, request in zip(truth, requests, strict=True):
         begin, tokens = len(request.prompt), done[request.id].tokens
         np.testing.assert_allclose(done[request.id].logprobs, row[begin : begin + len(tokens)], atol=1e-4)
+
+
+def test_what_shares_the_experts_of_a_request_changes_none_of_its_bits(tmp_path):
+    group = sampler(save_model(tmp_path / "moe", config=EXPERTS))
+    requests = crowd()
+    together = play(group, requests)
+    for request in requests[::6]:
+        group.scheduler = Scheduler(group.engine.shapes)
+        assert said(play(group, [request])[request.id]) == said(together[request.id])
+    truth = full_forward(
+        group, [r.prompt + together[r.id].tokens for r in requests], [request.temperature for request in requests]
+    )
+    for row, request in zip(truth, requests, strict=True):
+        begin, tokens = len(request.prompt), together[request.id].tokens
+        np.testing.assert_allclose(together[request.id].logprobs, row[begin : begin + len(tokens)], atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["whole", "windowed"])
