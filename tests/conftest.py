@@ -9,8 +9,8 @@ from halves import half, pytest_ignore_collect, pytest_itemcollected, pytest_run
 
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda pytest -m accelerator
 os.environ.update(
-    JAX_PLATFORMS="cpu",
     JAX_NUM_CPU_DEVICES="8",
     JAX_NUMPY_RANK_PROMOTION="raise",
     JAX_COMPILATION_CACHE_DIR=str(CACHE),
