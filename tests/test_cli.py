@@ -149,11 +149,11 @@ def spoilt(model, path, name, change):
 
 BAD_MODELS = {
     "missing weights": (
-        ("config.json", lambda config: config.update(num_hidden_layers=3)),
+        ("config.json", lambda config: config.update(num_hidden_layers=3, layer_types=None)),
         ("path = ", "missing model.layers.2.mlp.up_proj.weight"),
     ),
     "left-over weights": (
-        ("config.json", lambda config: config.update(num_hidden_layers=1)),
+        ("config.json", lambda config: config.update(num_hidden_layers=1, layer_types=None)),
         ("path = ", "left over model.layers.1.mlp.up_proj.weight"),
     ),
     "mis-shaped weights": (
@@ -195,8 +195,8 @@ def test_a_model_that_is_nowhere_is_refused(write, tmp_path, capsys):
 
 
 def test_heads_that_the_mesh_does_not_divide_are_refused(write, tmp_path, capsys):
-    assert run("train", write(), "--run-dir", tmp_path / "run", "--mesh.tensor", "4") == 2
-    assert_refused(capsys, "mesh.tensor = 4", "kv_heads = 2", "use one of [1, 2]")
+    assert run("train", write(), "--run-dir", tmp_path / "run", "--mesh.tensor", "8") == 2
+    assert_refused(capsys, "mesh.tensor = 8", "heads = 4", "use one of [1, 2, 4]")
 
 
 def test_more_devices_than_there_are_are_refused(write, tmp_path, capsys):

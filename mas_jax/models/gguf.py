@@ -55,7 +55,7 @@ PACKAGED = {
         ),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         "Gemma 3 270M, the base model and not the instruct one, under the Gemma Terms of Use "
-        "(https://ai.google.dev/gemma/terms): keep what is written to yourself",
+        "(https://ai.google.dev/gemma/terms): do not pass on what is written",
     ),
 }  # fmt: skip
 
@@ -64,12 +64,12 @@ class Header(dict):
     """The keys of a file's header, those of its architecture without their prefix; ConfigError for one it lacks."""
 
     def __init__(self, file: Path, fields: Mapping[str, object]) -> None:
-        prefix = f"{fields.get('general.architecture')}."
-        super().__init__({key.removeprefix(prefix): value for key, value in fields.items()})
-        self.file = file
+        self.file, self.prefix = file, f"{fields.get('general.architecture')}."
+        super().__init__({key.removeprefix(self.prefix): value for key, value in fields.items()})
 
     def __missing__(self, key: str) -> object:
-        raise ConfigError("source", str(self.file), f"its header lacks {key}: convert it anew with llama.cpp")
+        prefix = "" if key.startswith(("general.", "tokenizer.")) else self.prefix
+        raise ConfigError("source", str(self.file), f"its header lacks {prefix}{key}: convert it anew with llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,6 @@ class Family:
     norm_shift: float = 0.0
     """What GGUF added to the weights of norms."""
 
-
-# ---- families
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -210,8 +208,6 @@ def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, object]:
     return found
 
 
-# ---- tokenizers
-
 # How Llama 3 cuts a text before bytes are paired.
 LLAMA3_SPLIT = "|".join([
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # English contractions
@@ -224,7 +220,8 @@ LLAMA3_SPLIT = "|".join([
 ])  # fmt: skip
 GEMMA_TEMPLATE = """\
 {%- set with_system = messages and messages[0].role == 'system' -%}
-{%- set preface = messages[0].content | trim + '\\n\\n' if with_system else '' -%}
+{%- set preface = messages[0].content + '\\n\\n' if with_system else '' -%}
+{%- if with_system and messages | length == 1 -%}{{- raise_exception('a system message goes before a user message') -}}{%- endif -%}
 {{- bos_token -}}
 {%- for message in (messages[1:] if with_system else messages) -%}
   {%- if message.role != ('user' if loop.index is odd else 'assistant') -%}
@@ -312,14 +309,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# ---- conversion
-
-
 def convert(source: str | Path, out: str | Path, dtype: str = "bfloat16") -> Path:
     """Write the directory and return it; ConfigError for a source, model kind or dtype it cannot convert.
 
-    `source` is a GGUF file or a name of PACKAGED. The host holds one tensor at a time. config.json comes last: a
-    directory that has one is complete.
+    `source` is a GGUF file or a name of PACKAGED. The host holds one tensor of the weights at a
+    time. config.json comes last: a directory that has one is complete.
     """
     if dtype not in DTYPES:
         raise ConfigError("dtype", dtype, f"use {' or '.join(DTYPES)}")
@@ -333,6 +327,7 @@ def convert(source: str | Path, out: str | Path, dtype: str = "bfloat16") -> Pat
         ids = _special_ids(header, vocabulary)
         try:
             out.mkdir(parents=True, exist_ok=True)
+            (out / "config.json").unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError("out", str(out), f"cannot be made a directory: {error}") from error
         _write_tokenizer(out, header, vocabulary)
@@ -352,10 +347,8 @@ def find(source: str | Path, scratch: Path) -> Path:
     packaged, whole, digest = PACKAGED[str(source)], scratch / "model.gguf", hashlib.sha256()
     with whole.open("wb") as stream:
         for part in packaged.parts:
-            module, _, file = part.partition("/")
-            spec = importlib.util.find_spec(module)
-            path = Path(spec.submodule_search_locations[0], file) if spec else Path(file)
-            if not path.is_file():
+            path = _installed(part)
+            if path is None:
                 raise ConfigError("source", str(source), f"pip install {packaged.install}")
             with path.open("rb") as piece:
                 while block := piece.read(2**20):
@@ -366,6 +359,14 @@ def find(source: str | Path, scratch: Path) -> Path:
             "source", str(source), f"damaged or another model: pip install --force-reinstall {packaged.install}"
         )
     return whole
+
+
+def _installed(part: str) -> Path | None:
+    """The file of a package, which is found and not imported."""
+    module, _, file = part.partition("/")
+    spec = importlib.util.find_spec(module)
+    folders = (spec and spec.submodule_search_locations) or []
+    return next((Path(folder, file) for folder in folders if Path(folder, file).is_file()), None)
 
 
 def _read(file: Path) -> gguf.GGUFReader:
@@ -441,7 +442,7 @@ def _tensors(header: Header, reader: gguf.GGUFReader, family: Family) -> dict[st
     def tensor(name: str) -> _Tensor:
         heads = family.interleaved.get(name.split(".", 2)[-1])
         shift = family.norm_shift if name.endswith("norm.weight") else 0.0
-        return _Tensor(found[name], shift, heads and header[heads])
+        return _Tensor(found[name], shift, None if heads is None else header[heads])
 
     return {theirs: tensor(name) for name, theirs in names.items() if name in found}
 
@@ -527,7 +528,7 @@ def main() -> int:
         if arguments.source in PACKAGED:
             print(PACKAGED[arguments.source].about)
         print(convert(arguments.source, arguments.out, arguments.dtype))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
