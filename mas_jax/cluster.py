@@ -126,11 +126,10 @@ class LocalGroup:
 
     def _read(self) -> transformer.Params:
         wide = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
-        config, params = hf.load(self.path, mesh=self.mesh, rules=LEARNER_RULES, dtype=wide)
-        if config != self.config:
-            remedy = "lm_head.weight is missing though config.json says that the head is its own: tie_word_embeddings should be true"
-            raise ConfigError(f"params.{self.name}.path", self.base.path, remedy)
-        return params
+        try:
+            return hf.load(self.path, mesh=self.mesh, rules=LEARNER_RULES, dtype=wide)[1]
+        except ConfigError as error:
+            raise ConfigError(f"params.{self.name}.{error.field}", error.value, error.remedy) from error
 
     def _draw(self) -> transformer.Params:
         place = transformer.param_shardings(self.config, self.mesh, LEARNER_RULES)

@@ -30,7 +30,7 @@ PLAIN = {
 # Names that transformers 5 gives to older settings.
 RENAMED = {"num_local_experts": "num_experts"}
 # A null there says "none", and elsewhere that the family's default holds.
-NULLABLE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 # Vision-language models whose text tower is one of our families: it is read alone, and exported as a text model.
 TEXT_TOWERS = {"Gemma3ForConditionalGeneration": "gemma3"}
 
@@ -145,41 +145,48 @@ FAMILIES: dict[str, Family] = {
 _BY_ARCHITECTURE = {family.architecture: name for name, family in FAMILIES.items()} | TEXT_TOWERS
 
 
+def architecture(raw: Json) -> str | None:
+    """The first of a config.json's architectures."""
+    listed = raw.get("architectures")
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else None
+
+
 def text_config(raw: Json) -> dict[str, object]:
     """The config.json of the text tower of a vision-language model; that of any other model as it is."""
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in TEXT_TOWERS:
+    if architecture(raw) not in TEXT_TOWERS:
         return dict(raw)
-    family = FAMILIES[TEXT_TOWERS[architecture]]
-    outer = {key: value for key, value in raw.items() if key.endswith("_token_id") or key == "tie_word_embeddings"}
-    inner = {
-        key: value for key, value in (raw.get("text_config") or {}).items() if value is not None or key not in outer
-    }
+    family, inner = FAMILIES[TEXT_TOWERS[architecture(raw)]], raw.get("text_config") or {}
+    if not isinstance(inner, dict):
+        raise ConfigError("config.json text_config", inner, "must be a mapping")
+    kept = ("tie_word_embeddings", "quantization_config", "use_bidirectional_attention")
+    outer = {key: value for key, value in raw.items() if key.endswith("_token_id") or key in kept}
+    inner = {key: value for key, value in inner.items() if value is not None or key not in outer}
     return outer | inner | {"architectures": [family.architecture], "model_type": family.model_type}
 
 
 def read(raw: Json) -> ModelConfig:
     """The ModelConfig that a config.json means; ConfigError for a family or a variant that we do not compute."""
     raw = text_config(raw)
-    architectures = raw.get("architectures") or [None]
-    name = _BY_ARCHITECTURE.get(architectures[0])
+    name = _BY_ARCHITECTURE.get(architecture(raw))
     if name is None:
-        raise ConfigError("config.json architectures", architectures, f"use one of {sorted(_BY_ARCHITECTURE)}")
+        remedy = f"use one of {sorted(_BY_ARCHITECTURE)}"
+        raise ConfigError("config.json architectures", raw.get("architectures"), remedy)
     family = FAMILIES[name]
     raw = {RENAMED.get(key, key): value for key, value in raw.items()}
     raw = {**family.defaults, **{key: value for key, value in raw.items() if value is not None or key in NULLABLE}}
     _refuse_variants(family, raw)
-    raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
+    if raw.get("num_key_value_heads") is None:
+        raw["num_key_value_heads"] = raw.get("num_attention_heads")
     keys = {ours: theirs for theirs, ours in (SIZES | family.sizes).items()}
-    sizes = {ours: _number(raw, theirs, int) for ours, theirs in keys.items() if ours != "head_dim"}
-    sizes["head_dim"] = _number(raw, "head_dim", int) if "head_dim" in raw else sizes["width"] // sizes["heads"]
+    sizes = {ours: _whole(raw, theirs) for ours, theirs in keys.items() if ours != "head_dim"}
+    sizes["head_dim"] = _whole(raw, "head_dim") if "head_dim" in raw else sizes["width"] // sizes["heads"]
     settings = {ours: _setting(raw, theirs) for theirs, fields in family.settings.items() for ours in fields}
     if "query_pre_attn_scalar" in family.defaults:
-        settings["attention_scale"] = _number(raw, "query_pre_attn_scalar", int, float) ** -0.5
+        settings["attention_scale"] = _number("query_pre_attn_scalar", raw.get("query_pre_attn_scalar")) ** -0.5
     kinds, pattern = _layer_kinds(family, raw, sizes["layers"])
     return ModelConfig(
-        family=name, kinds=kinds, pattern=pattern, norm_eps=float(_number(raw, "rms_norm_eps", float, int)),
-        tied=bool(raw["tie_word_embeddings"]), activation=ACTIVATION_NAMES[raw[family.activation_key]],
+        family=name, kinds=kinds, pattern=pattern, norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps")),
+        tied=_flag(raw, "tie_word_embeddings"), activation=ACTIVATION_NAMES[raw[family.activation_key]],
         **sizes, **settings, **family.features,
     )  # fmt: skip
 
@@ -204,21 +211,31 @@ def write(config: ModelConfig) -> dict[str, object]:
     return raw
 
 
-def _number(raw: Json, key: str, *kinds: type) -> int | float:
+def _number(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json {key}", value, "must be a positive number")
+    return float(value)
+
+
+def _whole(raw: Json, key: str, least: int = 1) -> int:
     value = raw.get(key)
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise ConfigError(f"config.json {key}", value, "must be a number")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"config.json {key}", value, f"must be a whole number of at least {least}")
     return value
+
+
+def _flag(raw: Json, key: str) -> bool:
+    if not isinstance(raw.get(key), bool):
+        raise ConfigError(f"config.json {key}", raw.get(key), "must be true or false")
+    return raw[key]
 
 
 def _setting(raw: Json, key: str) -> bool | float:
     """A flag or a soft cap; null and absent mean that there is none."""
-    flag, value = PLAIN[key] is False, raw.get(key)
-    if value is None:
+    flag = PLAIN[key] is False
+    if raw.get(key) is None:
         return False if flag else 0.0
-    if not isinstance(value, bool if flag else int | float):
-        raise ConfigError(f"config.json {key}", value, "must be true or false" if flag else "must be a number or null")
-    return value
+    return _flag(raw, key) if flag else _number(key, raw[key])
 
 
 def _refuse_variants(family: Family, raw: Json) -> None:
@@ -228,21 +245,26 @@ def _refuse_variants(family: Family, raw: Json) -> None:
         if key not in family.settings and value is not None and value != plain:
             raise ConfigError(f"config.json {key}", value, f"only {plain!r} is supported")
     activation = raw.get(family.activation_key)
-    if activation not in ACTIVATION_NAMES:
+    if not isinstance(activation, str) or activation not in ACTIVATION_NAMES:
         remedy = f"only {' and '.join(map(repr, ACTIVATION_NAMES))} are supported"
         raise ConfigError(f"config.json {family.activation_key}", activation, remedy)
 
 
 def _layer_kinds(family: Family, raw: Json, layers: int) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The kinds of layer, in order of appearance, and which each layer is."""
+    _check_layer_settings(family, raw, layers)
     types = raw.get("layer_types")
     known = {FULL, SLIDING} if family.lists_layer_types else {FULL}
-    if types is not None and not (isinstance(types, list) and len(types) == layers and set(types) <= known):
+    if types is not None and not (
+        isinstance(types, list)
+        and len(types) == layers
+        and all(isinstance(kind, str) and kind in known for kind in types)
+    ):
         raise ConfigError("config.json layer_types", types, f"name one of {sorted(known)} for each of {layers} layers")
     if types is None or not family.lists_layer_types:
         types = [SLIDING if family.is_sliding(raw, layer) else FULL for layer in range(layers)]
     window = raw.get("sliding_window")
-    if SLIDING in types and (not isinstance(window, int) or window < 1):
+    if SLIDING in types and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ConfigError("config.json sliding_window", window, "give the number of keys that sliding layers attend")
     ropes = {kind: _read_rope(family, raw, kind) for kind in set(types)}
     seen = [
@@ -251,6 +273,20 @@ def _layer_kinds(family: Family, raw: Json, layers: int) -> tuple[tuple[LayerKin
     ]
     distinct = tuple(dict.fromkeys(seen))
     return distinct, () if len(distinct) == 1 else tuple(distinct.index(kind) for kind in seen)
+
+
+def _check_layer_settings(family: Family, raw: Json, layers: int) -> None:
+    """Raise ConfigError for what `is_sliding` and `has_rope` cannot read."""
+    for key, least in (("max_window_layers", 0), ("sliding_window_pattern", 1), ("no_rope_layer_interval", 1)):
+        if key in family.defaults:
+            _whole(raw, key, least)
+    if "use_sliding_window" in family.defaults:
+        _flag(raw, "use_sliding_window")
+    listed = raw.get("no_rope_layers")
+    if listed is not None and not (
+        isinstance(listed, list) and len(listed) >= layers and all(isinstance(x, int) and x in (0, 1) for x in listed)
+    ):
+        raise ConfigError("config.json no_rope_layers", listed, f"give 0 or 1 for each of {layers} layers")
 
 
 def _read_rope(family: Family, raw: Json, kind: str) -> Rope:
@@ -264,10 +300,13 @@ def _read_rope(family: Family, raw: Json, kind: str) -> Rope:
     local = kind == SLIDING and family.local_theta is not None
     if given.keys() & {FULL, SLIDING}:
         found = given.get(kind) or {}
+        if not isinstance(found, dict):
+            raise ConfigError(f"config.json rope_parameters.{kind}", found, "must be a mapping")
     else:
         found = {} if local else given | scaling
-    theta = raw.get("rope_local_base_freq", family.local_theta) if local else raw["rope_theta"]
-    return _rope(found, float(found.get("rope_theta") or theta), raw)
+    key = "rope_local_base_freq" if local else "rope_theta"
+    theta = found.get("rope_theta") or raw.get(key, family.local_theta)
+    return _rope(found, _number(key, theta), raw)
 
 
 def _rope(found: Json, theta: float, raw: Json) -> Rope:
@@ -278,7 +317,7 @@ def _rope(found: Json, theta: float, raw: Json) -> Rope:
             raise ConfigError(shown, dict(found), "only rotary positions over the whole head work")
         if scaling == "default":
             return Rope(theta)
-        factor = float(found["factor"])
+        factor = _number("rope_scaling.factor", found["factor"])
         if scaling == "linear":
             return Rope(theta, "linear", factor)
         if scaling == "llama3":
@@ -288,6 +327,8 @@ def _rope(found: Json, theta: float, raw: Json) -> Rope:
             original = int(found.get("original_max_position_embeddings") or raw["max_position_embeddings"])
             ramp = float(found.get("beta_slow") or 1), float(found.get("beta_fast") or 32)
             return Rope(theta, "yarn", factor, original, *ramp, _magnitude(found), bool(found.get("truncate", True)))
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(shown, dict(found), f"missing or no number: {error}") from error
     raise ConfigError(shown, dict(found), "supported rope_type: default, linear, llama3, yarn")

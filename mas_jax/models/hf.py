@@ -143,7 +143,9 @@ def resolve(path_or_id: PathLike) -> Path:
         raise ConfigError("path", str(path_or_id), "no such directory, and huggingface_hub is not installed") from error
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
-        return Path(snapshot_download(str(path_or_id), allow_patterns=patterns))
+        # Folders hold copies for other runtimes, and consolidated files the same weights once more.
+        others = ["consolidated*", "onnx/*", "original/*"]
+        return Path(snapshot_download(str(path_or_id), allow_patterns=patterns, ignore_patterns=others))
     except Exception as error:  # the hub client raises its own, requests', httpx's and OS errors alike
         raise ConfigError(
             "path",
@@ -156,7 +158,13 @@ def resolve(path_or_id: PathLike) -> Path:
 def _json(path: Path) -> dict[str, object]:
     if not path.is_file():
         raise ConfigError("path", str(path.parent), f"has no {path.name}: give a Hugging Face model directory")
-    return json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("path", str(path), f"is not JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError("path", str(path), "is no JSON object: download it again")
+    return content
 
 
 def read_config(path: PathLike) -> ModelConfig:
@@ -172,10 +180,14 @@ class _Checkpoint:
 
     def __init__(self, path: Path, architecture: str) -> None:
         index = path / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif (path / "model.safetensors").is_file():
+        # As transformers does: an index beside the one file is left over from something else.
+        if (path / "model.safetensors").is_file():
             files = ["model.safetensors"]
+        elif index.is_file():
+            where = _json(index).get("weight_map")
+            if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+                raise ConfigError("path", str(index), "has no weight_map of file names: download it again")
+            files = sorted(set(where.values()))
         else:
             raise ConfigError("path", str(path), "holds neither model.safetensors nor model.safetensors.index.json")
         absent = [name for name in files if not (path / name).is_file()]
@@ -235,6 +247,8 @@ def _check_tensors(path: Path, config: ModelConfig, checkpoint: _Checkpoint) -> 
     derived = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     derived |= {"lm_head.weight"} if config.tied else set()
     problems = [f"missing {name}" for name in sorted(expected.keys() - found)]
+    if problems == ["missing lm_head.weight"]:
+        problems = ["missing lm_head.weight (if the embedding is the head, tie_word_embeddings should be true)"]
     problems += [f"left over {name}" for name in sorted(found - expected.keys() - derived)]
     for name in sorted(expected.keys() & found):
         if (shape := checkpoint.shape(name)) != expected[name]:
@@ -284,9 +298,7 @@ def load(
     compute, weights that do not fit config.json (all of them listed), quantized ones, or a mesh that does not divide them.
     """
     path = Path(path)
-    config, checkpoint = read_config(path), _Checkpoint(path, _architecture(path))
-    if not config.tied and "lm_head.weight" not in checkpoint.names():
-        config = replace(config, tied=True)
+    config, checkpoint = read_config(path), _Checkpoint(path, families.architecture(_json(path / "config.json")))
     _check_tensors(path, config, checkpoint)
     tree, tensors = abstract(config, dtype), _tensors(config)
     if mesh is None:
@@ -310,10 +322,6 @@ def load(
         return stack
 
     return config, jax.tree_util.tree_map_with_path(place, tree, places)
-
-
-def _architecture(path: Path) -> str:
-    return _json(path / "config.json")["architectures"][0]
 
 
 def _exported_config(config: ModelConfig, source: Path | None, dtype: str) -> dict[str, object]:
@@ -402,7 +410,9 @@ def save(
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError("dtype", dtype, "use float32, bfloat16 or float16")
-    path, origin = Path(path), None if source is None else Path(source)
+    path, origin = Path(path).absolute(), None if source is None else Path(source)
+    if path.exists() and not path.is_dir():
+        raise ConfigError("path", str(path), "is a file: give a directory to write")
     settings = _exported_config(config, origin, dtype)
     fetch = _exported_tensors(config, params)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,8 @@ class Rope:
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise ConfigError("model.rope.scaling", self.scaling, f"use one of {sorted(SCALINGS)}")
-        if not (self.theta > 0 and self.factor > 0):
-            raise ConfigError("model.rope", self, "theta and factor must be positive")
+        if not (1 < self.theta < math.inf and 0 < self.factor < math.inf and 0 < self.magnitude < math.inf):
+            raise ConfigError("model.rope", self, "theta must be above 1, factor and magnitude positive")
         if self.scaling in ("llama3", "yarn") and not (self.original_positions > 0 and self.high > self.low > 0):
             remedy = "needs original_positions, and 0 < low < high for the ramp between kept and stretched frequencies"
             raise ConfigError("model.rope", self, remedy)

@@ -156,7 +156,7 @@ def load(path: str | Path) -> Tokenizer:
     pad = known.get("pad_token", known.get("eos_token"))
     pad_id = 0 if pad is None else backend.token_to_id(pad)
     tokenizer = Tokenizer(backend, path, _find_template(path, settings), named, (), pad_id)
-    stops = eos | _eos_ids(_read_json(path / "generation_config.json")) | _turn_end(tokenizer, backend)
+    stops = eos | _eos_ids(path) | _turn_end(tokenizer, backend)
     tokenizer.stop_ids = tuple(sorted(stops))
     return tokenizer
 
@@ -170,9 +170,12 @@ def _read_json(file: Path) -> dict:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("path", str(file), f"not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError("path", str(file), "no JSON object: download it again")
+    return content
 
 
 def _named_specials(settings: dict) -> dict[str, str]:
@@ -195,16 +198,25 @@ def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
 def _find_template(path: Path, settings: dict) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError("path", str(file), f"not text in UTF-8: {error}") from error
     template = settings.get("chat_template")
-    if isinstance(template, list):  # named templates
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):  # named templates
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if not isinstance(template, str | None):
+        raise ConfigError("path", str(path / "tokenizer_config.json"), f"chat_template is no template: {template!r}")
     return template
 
 
-def _eos_ids(generation: dict) -> set[int]:
-    eos = generation.get("eos_token_id")
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
+def _eos_ids(path: Path) -> set[int]:
+    file = path / "generation_config.json"
+    eos = _read_json(file).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(one, int) for one in ids):
+        raise ConfigError("path", str(file), f"eos_token_id = {eos!r} is neither an id nor a list of ids")
+    return set(ids)
 
 
 def _turn_end(tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> set[int]:

@@ -3,6 +3,7 @@
 It knows features (biases, windows, soft caps, ...), not families: which family has which is `models/families.py`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as memoize
@@ -93,6 +94,11 @@ class ModelConfig:
             raise ConfigError("model.kv_heads", self.kv_heads, f"must divide heads = {self.heads}")
         if self.head_dim % 2:
             raise ConfigError("model.head_dim", self.head_dim, "rotary positions need an even head width")
+        for name in ("norm_eps", "attention_softcap", "final_softcap"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"model.{name}", getattr(self, name), "must be a number, and not negative")
+        if self.attention_scale is not None and not 0 < self.attention_scale < math.inf:
+            raise ConfigError("model.attention_scale", self.attention_scale, "must be positive")
         if self.activation not in ACTIVATIONS:
             raise ConfigError("model.activation", self.activation, f"use one of {sorted(ACTIVATIONS)}")
         if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):

@@ -104,6 +104,10 @@ def test_a_qwen_with_biases_and_no_window_in_use():
     assert [windowed.kinds[k].window for k in windowed.kind_of_layer] == [0] * 21 + [32768] * 3
 
 
+def test_null_key_value_heads_mean_as_many_as_there_are_heads():
+    assert families.read(QWEN_2_5_HALF_B | {"num_key_value_heads": None}).kv_heads == 14
+
+
 def test_a_mistral_with_and_without_its_window():
     assert families.read(MISTRAL_7B_V1).kinds == (LayerKind(Rope(1e4), 4096),)
     assert families.read(MISTRAL_7B_V1 | {"sliding_window": None}).kinds == (LayerKind(Rope(1e4), 0),)
@@ -212,9 +216,35 @@ def test_transformers_5_keeps_rotary_settings_in_one_dict_or_in_one_for_each_kin
         (QWEN_2_5_HALF_B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
         (QWEN_2_5_HALF_B, {"layer_types": ["full_attention"]}, "layer_types = .*each of 24 layers"),
         (QWEN_2_5_HALF_B, {"layer_types": ["linear_attention"] * 24}, "layer_types = "),
-        (QWEN_2_5_HALF_B, {"hidden_size": None}, "hidden_size = None: must be a number"),
+        (QWEN_2_5_HALF_B, {"hidden_size": None}, "hidden_size = None: must be a whole number"),
         (GEMMA_2_2B, {"sliding_window": None}, "sliding_window = None"),
-        (GEMMA_2_2B, {"final_logit_softcapping": "30"}, "final_logit_softcapping = '30': must be a number or null"),
+        (GEMMA_2_2B, {"final_logit_softcapping": "30"}, "final_logit_softcapping = '30': must be a positive number"),
+        (GEMMA_2_2B, {"attn_logit_softcapping": -30.0}, "attn_logit_softcapping = -30.0: must be a positive"),
+        (GEMMA_2_2B, {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar = -4: must be a positive"),
+        (GEMMA_2_2B, {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: must be a positive"),
+        (GEMMA_2_2B, {"sliding_window": True}, "sliding_window = True"),
+        (GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern = 0: must be a whole number of at least 1"),
+        (GEMMA_3_1B, {"rope_local_base_freq": "x"}, "rope_local_base_freq = 'x': must be a positive number"),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {"full_attention": 3}},
+            "rope_parameters.full_attention = 3: must be a mapping",
+        ),
+        (GEMMA_3_4B, {"text_config": [1]}, r"text_config = \[1\]: must be a mapping"),
+        (GEMMA_3_4B, {"quantization_config": {"bits": 4}}, "quantization_config = "),
+        (SMOLLM_3_3B, {"no_rope_layers": [1]}, r"no_rope_layers = \[1\]: give 0 or 1 for each of 36"),
+        (SMOLLM_3_3B, {"no_rope_layers": ["0"] * 36}, "no_rope_layers = "),
+        (QWEN_2_5_HALF_B, {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': must be true or false"),
+        (QWEN_2_5_HALF_B, {"use_sliding_window": "false"}, "use_sliding_window = 'false': must be true or false"),
+        (QWEN_2_5_HALF_B, {"use_sliding_window": True, "max_window_layers": "20"}, "max_window_layers = '20'"),
+        (QWEN_2_5_HALF_B, {"num_attention_heads": 0}, "num_attention_heads = 0: must be a whole number of at least 1"),
+        (QWEN_2_5_HALF_B, {"layer_types": [["full_attention"]] * 24}, "layer_types = "),
+        (QWEN_2_5_HALF_B, {"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]"),
+        (LLAMA_3_2_1B, {"architectures": 3}, "architectures = 3: use one of"),
+        (LLAMA_3_2_1B, {"architectures": [["LlamaForCausalLM"]]}, "architectures = "),
+        (LLAMA_3_2_1B, {"rope_theta": -1}, "rope_theta = -1: must be a positive number"),
+        (LLAMA_3_2_1B, {"rope_theta": True}, "rope_theta = True: must be a positive number"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "linear", "factor": True}}, "rope_scaling.factor = True"),
         (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: only None"),
         (GEMMA_3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ],

@@ -124,12 +124,29 @@ def test_a_head_beside_tied_embeddings_is_ignored(tmp_path):
     same(params, hf.load(GOLDENS / "qwen3_tied")[1])
 
 
-def test_an_absent_head_means_tied_and_the_export_says_so(tmp_path):
-    path = copy(tmp_path, tie_word_embeddings=False)
-    config, params = hf.load(path)
-    assert config.tied
-    hf.save(tmp_path / "out", config, params, source=path)
-    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
+def test_an_absent_head_is_refused_where_config_json_does_not_tie_it(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"missing lm_head.weight \(if the embedding is the head, tie_word_embeddings"
+    ):
+        hf.load(copy(tmp_path, tie_word_embeddings=False))
+
+
+def test_the_one_file_goes_before_an_index_that_was_left_over(tmp_path):
+    path = copy(tmp_path)
+    save_file({"model.norm.weight": np.zeros(1, np.float32)}, path / "old.safetensors")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "old.safetensors"}}')
+    same(hf.load(path)[1], hf.load(GOLDENS / "qwen3_tied")[1])
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"weight_map": [1]}'])
+def test_files_that_are_not_what_they_should_be_are_refused_in_words(name, content, tmp_path):
+    path = copy(tmp_path)
+    if name != "config.json":
+        (path / "model.safetensors").unlink()
+    (path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"is not JSON|no JSON object|no weight_map|architectures = None"):
+        hf.load(path)
 
 
 def test_a_model_we_do_not_compute_is_refused_in_words(tmp_path):
@@ -243,6 +260,10 @@ def test_a_failed_export_leaves_what_was_there(tmp_path):
         hf.save(tmp_path / "out", config, transformer.unstack(params), source=None)
     same(hf.load(tmp_path / "out")[1], params)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match="is a file: give a directory"):
+        hf.save(tmp_path / "file", config, params)
+    assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_a_path_that_is_nowhere_names_field_value_and_remedy(tmp_path):

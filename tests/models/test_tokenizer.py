@@ -738,3 +738,22 @@ def test_official_thinking_begins_a_new_row_when_it_is_dropped_or_switched_off(o
 def test_official_dates_stand_still(official):
     name, tokenizer, _ = official
     assert ("26 Jul 2024" in tokenizer.render([user("a")])) == (name == "llama3_2")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", b"[]", "no JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', "chat_template is no template"),
+        ("special_tokens_map.json", b"null", "no JSON object"),
+        ("generation_config.json", b"\xff", "not JSON"),
+        ("generation_config.json", b'{"eos_token_id": "</s>"}', "eos_token_id = '</s>' is neither"),
+        ("generation_config.json", b'{"eos_token_id": [[1]]}', "is neither an id nor a list"),
+        ("chat_template.jinja", b"\xff", "not text in UTF-8"),
+    ],
+)
+def test_side_files_that_are_not_what_they_should_be_are_refused_in_words(name, content, message, tmp_path):
+    save_char_tokenizer(tmp_path, "abc")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
