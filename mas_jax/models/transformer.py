@@ -226,8 +226,7 @@ class Experts(nnx.Module):
         config, each = self.config, self.config.experts_per_token
         rows = x.reshape(-1, config.width)
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        # In float32 whatever the rest is in: learner and sampler should not choose differently for a rounding.
-        chances = jax.nn.softmax(project(rows.astype(wide), self.router), axis=-1)
+        chances = jax.nn.softmax(project(rows, self.router).astype(wide), axis=-1)
         weights, chosen = jax.lax.top_k(chances, each)
         if config.normed_gates:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
