@@ -243,7 +243,10 @@ def _refuse_variants(family: Family, raw: Json) -> None:
     for key, plain in PLAIN.items():
         value = raw.get(key)
         if key not in family.settings and value is not None and value != plain:
-            raise ConfigError(f"config.json {key}", value, f"only {plain!r} is supported")
+            remedy = f"only {plain!r} is supported"
+            if key == "quantization_config":
+                remedy = "training needs the weights themselves: give the checkpoint in bfloat16 or float32"
+            raise ConfigError(f"config.json {key}", value, remedy)
     activation = raw.get(family.activation_key)
     if not isinstance(activation, str) or activation not in ACTIVATION_NAMES:
         remedy = f"only {' and '.join(map(repr, ACTIVATION_NAMES))} are supported"

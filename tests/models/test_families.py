@@ -213,7 +213,11 @@ def test_transformers_5_keeps_rotary_settings_in_one_dict_or_in_one_for_each_kin
         (LLAMA_3_2_1B, {"hidden_act": "gelu"}, "hidden_act = 'gelu': only 'silu'"),
         (LLAMA_3_2_1B, {"attention_bias": 3}, "attention_bias = 3: must be true or false"),
         (LLAMA_3_2_1B, {"layer_types": ["sliding_attention"] * 16}, r"layer_types = .*\['full_attention'\]"),
-        (QWEN_2_5_HALF_B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
+        (
+            QWEN_2_5_HALF_B,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config = .*fp8.*give the checkpoint in bf",
+        ),
         (QWEN_2_5_HALF_B, {"layer_types": ["full_attention"]}, "layer_types = .*each of 24 layers"),
         (QWEN_2_5_HALF_B, {"layer_types": ["linear_attention"] * 24}, "layer_types = "),
         (QWEN_2_5_HALF_B, {"hidden_size": None}, "hidden_size = None: must be a whole number"),
